@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.machines.admission import (
     AdmissionList,
+    AdmissionToken,
     AdmittedMachine,
-    Token,
     change_admissions,
     digest_of,
     read_admissions,
@@ -24,13 +24,13 @@ HEX = st.binary(min_size=32, max_size=32).map(bytes.hex)
 def test_a_token_is_read_back_and_any_other_text_is_refused(
     key: str, secret: str, place: int, other: str
 ) -> None:
-    token = Token(key, secret)
+    token = AdmissionToken(key, secret)
     text = str(token)
-    assert Token.parse(f" {text}\n") == token
+    assert AdmissionToken.parse(f" {text}\n") == token
     changed = text[:place] + other + text[place + 1 :]
     for wrong in (text[:place], changed):
         try:
-            assert Token.parse(wrong) == token
+            assert AdmissionToken.parse(wrong) == token
         except BiremeError as error:
             assert "not a whole token" in str(error)  # noqa: PT017 (the same text is read back)
 

@@ -14,7 +14,7 @@ from bireme import __version__
 from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
 from bireme.machines import line
-from bireme.machines.admission import AdmissionList, Token, change_admissions
+from bireme.machines.admission import AdmissionList, AdmissionToken, change_admissions
 from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, RunOffer
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.own_machine import MachineFacts
@@ -180,7 +180,7 @@ def test_mistakes_of_who_types_end_with_status_2(
     monkeypatch.setenv(HOME, str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    where, token = f"127.0.0.1:{port}", str(Token(OWN.public, "0" * 32))
+    where, token = f"127.0.0.1:{port}", str(AdmissionToken(OWN.public, "0" * 32))
     mistakes = {
         ("join", where): "This machine has not joined a coordinator at",
         ("join", where, "--token", token): f"nothing listens at its port {port}. Start `bireme coordinate`",

@@ -19,7 +19,7 @@ from bireme.cli.options import Json, RunToml, Sets, address_of, print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from bireme.machines.admission import AdmissionList, Token
+    from bireme.machines.admission import AdmissionList, AdmissionToken
     from bireme.machines.gathering import RunOffer
 
 PORT = 29600
@@ -181,7 +181,7 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "Run
     return RunOffer(to_toml(run), run.cluster.workers, uses_gpus, run.sync.is_coordinated, as_json)
 
 
-def _print_lines(where: str, tokens: "list[Token]") -> None:
+def _print_lines(where: str, tokens: "list[AdmissionToken]") -> None:
     """The lines to type on the other machines."""
     each = "this line" if len(tokens) == 1 else "one of these lines, each once"
     typer.echo(f"On each other machine, type {each}, within a day:", err=True)
@@ -223,9 +223,9 @@ def _list_path() -> Path:
     return key_path().with_name("admitted.json")
 
 
-def _issue(public: str, count: int) -> "list[Token]":
+def _issue(public: str, count: int) -> "list[AdmissionToken]":
     """New tokens, one for each machine."""
-    from bireme.machines.admission import Token, change_admissions
+    from bireme.machines.admission import AdmissionToken, change_admissions
 
     secrets: list[str] = []
 
@@ -236,10 +236,10 @@ def _issue(public: str, count: int) -> "list[Token]":
         return found
 
     change_admissions(_list_path(), change)
-    return [Token(public, secret) for secret in secrets]
+    return [AdmissionToken(public, secret) for secret in secrets]
 
 
-def _withdraw(tokens: "list[Token]") -> None:
+def _withdraw(tokens: "list[AdmissionToken]") -> None:
     """Take back the tokens that have admitted no machine."""
     from bireme.machines.admission import change_admissions, digest_of
 

@@ -40,14 +40,14 @@ def join(
     [dim]bireme join 192.168.1.5:29600 --token TOKEN[/dim]
     """
     from bireme import __version__
-    from bireme.machines.admission import Token
+    from bireme.machines.admission import AdmissionToken
     from bireme.machines.keys import own_key
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 
     address = address_of(coordinator)
-    given = Token.parse(token) if token else None
+    given = AdmissionToken.parse(token) if token else None
     facts = MachineFacts.own(__version__)
     own = list(check_machine(facts))
     refuse_failing(failures(own))

@@ -30,7 +30,7 @@ _SECRET_BYTES, _KEY_BYTES, _SUM_BYTES = 16, 32, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class AdmissionToken:
     """What a person types on a machine that is to be admitted: whom to trust, and a secret."""
 
     coordinator: str
@@ -42,7 +42,7 @@ class Token:
         return base64.urlsafe_b64encode(whole + _sum_of(whole)).decode().rstrip("=")
 
     @classmethod
-    def parse(cls, text: str) -> "Token":
+    def parse(cls, text: str) -> "AdmissionToken":
         """The token that was typed. Raises a `BiremeError` if it is not whole."""
         try:
             found = base64.b64decode(text.strip() + "=" * (-len(text.strip()) % 4), b"-_", validate=True)

@@ -26,9 +26,9 @@ from pydantic import TypeAdapter, ValidationError
 from bireme.errors import BiremeError
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
 from bireme.machines.keys import MachineKey
-from bireme.machines.line import Address, RequestLine, answer_check
+from bireme.machines.line import Address, RequestLine, answer_check, opened
 from bireme.machines.own_machine import MachineFacts
-from bireme.wire.listener import Caller, ListenerThread, interface_of, new_key, open_port
+from bireme.wire.listener import Caller, ListenerThread, new_key
 
 PURPOSE = b"join"
 """A caller gives its public key and this word."""
@@ -313,13 +313,7 @@ class GatheringListener:
     """Answers machines that call, until it is closed."""
 
     def __init__(self, gathering: Gathering, address: Address, own: MachineKey, facts: MachineFacts) -> None:
-        host, port = address
-        try:
-            listening = open_port(interface_of(host), port)
-        except OSError as error:
-            raise BiremeError(
-                f"Port {port} cannot be opened here: {error.strerror}. Name another one with --listen."
-            ) from None
+        listening = opened(address, "Name another one with --listen.")
         self.port: int = listening.getsockname()[1]
         self._gathering, self._own, self._facts = gathering, own, facts
         self._unknown = threading.BoundedSemaphore(_MOST_UNKNOWN)

@@ -11,6 +11,7 @@ import re
 import secrets
 import stat
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from bireme.errors import BiremeError
@@ -59,12 +60,10 @@ def key_path() -> Path:
 def own_key(path: Path | None = None) -> MachineKey:
     """The key of this machine, which is made if there is none. Processes that do so at once get the same."""
     path = path or key_path()
-    try:
-        from cryptography.hazmat.primitives.asymmetric import x25519  # noqa: F401
-    except ImportError:
+    if find_spec("cryptography") is None:
         raise BiremeError(
             "The key of a machine needs the package cryptography: pip install 'bireme[encryption]'."
-        ) from None
+        )
     try:
         if not path.exists():
             _make(path)

@@ -109,19 +109,22 @@ class RequestLine:
         return found
 
 
+def opened(address: Address, remedy: str) -> socket.socket:
+    """A socket that listens there. Raises a `BiremeError` with the remedy if it cannot."""
+    host, port = address
+    try:
+        return open_port(interface_of(host), port)
+    except OSError as error:
+        raise BiremeError(f"Port {port} cannot be opened here: {error.strerror}. {remedy}") from None
+
+
 class DoctorListener:
     """Answers `bireme doctor` of other machines that know the token, until it is closed. `tell` prints what
     they have found.
     """
 
     def __init__(self, address: Address, token: str, own: MachineFacts, tell: Callable[[str], None]) -> None:
-        host, port = address
-        try:
-            listening = open_port(interface_of(host), port)
-        except OSError as error:
-            raise BiremeError(
-                f"Port {port} cannot be opened here: {error.strerror}. Name another one, or 0 for any."
-            ) from None
+        listening = opened(address, "Name another one, or 0 for any.")
         self.port: int = listening.getsockname()[1]
         self._own, self._tell = own, tell
         self._thread = ListenerThread(token, [listening], self._take, "bireme doctor")
