@@ -127,3 +127,11 @@ def test_what_is_revoked_must_be_one_thing() -> None:
     for word, num in (("host", "more than one"), ("guest", "no"), ("", "more than one")):
         with pytest.raises(BiremeError, match=f"There is {num} machine or token"):
             found.revoke(word)
+
+
+def test_a_list_is_begun_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "admitted.json"
+    with pytest.raises(BiremeError, match="nobody"):
+        change_admissions(path, lambda found: found.revoke("nobody"))
+    change_admissions(path, lambda found: found.with_token(0.0, 60.0)[0])
+    assert len(read_admissions(path).tokens) == 1
