@@ -88,6 +88,8 @@ def _run(
         world_size=num_ranks,
         timeout=timedelta(seconds=patience_s()),
     )
+    # Who leaves the group before all others are in it ends theirs.
+    dist.barrier()
     result = work(rank, *args)
     half = folder / f"half of {rank}"
     torch.save(result, half)
