@@ -1,6 +1,7 @@
 """Who was not admitted, or is not any more, takes no part: for all orders of events."""
 
 from pathlib import Path
+from threading import Barrier, Thread
 
 import pytest
 from hypothesis import given
@@ -135,3 +136,31 @@ def test_a_list_is_begun_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> No
         change_admissions(path, lambda found: found.revoke("nobody"))
     change_admissions(path, lambda found: found.with_token(0.0, 60.0)[0])
     assert len(read_admissions(path).tokens) == 1
+
+
+def test_machines_that_are_admitted_at_the_same_moment_are_all_in_the_list(tmp_path: Path) -> None:
+    """Threads of one coordinator admitted them. The lock held off other processes only, so that each wrote a
+    list without the others, and one of three machines that joined was refused now and then.
+    """
+    path, count = tmp_path / "admitted.json", 8
+    secrets = list[str]()
+
+    def give(found: AdmissionList) -> AdmissionList:
+        found, secret = found.with_token(0.0, 100.0)
+        secrets.append(secret)
+        return found
+
+    for _ in range(count):
+        change_admissions(path, give)
+    together = Barrier(count)
+
+    def admit(number: int) -> None:
+        together.wait()
+        change_admissions(path, lambda found: found.admit(secrets[number], f"{number:064x}", "blue", 1.0))
+
+    threads = [Thread(target=admit, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {one.public for one in read_admissions(path).machines} == {f"{one:064x}" for one in range(count)}

@@ -15,12 +15,17 @@ from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.admission import AdmissionList, AdmissionToken, change_admissions
+from bireme.machines.findings import Finding
 from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, RunOffer
 from bireme.machines.keys import HOME, MachineKey
+from bireme.machines.line import check_between
 from bireme.machines.own_machine import MachineFacts
+from bireme.train import attendance
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 from bireme.wire.encryption import ALWAYS, VARIABLE
 from tests.support.command import bireme
+
+pytest.importorskip("cryptography", reason="keys of machines need it")
 
 FACTS = MachineFacts.own(__version__)
 OWN, BLUE, GREEN, RED = (MachineKey.of(f"{number:064x}") for number in range(1, 5))
@@ -219,3 +224,34 @@ def test_a_coordinator_is_known_once_it_has_admitted(monkeypatch: pytest.MonkeyP
     note_coordinator(("10.0.0.1", 29600), OWN.public)
     assert known_coordinator(("10.0.0.1", 29600)) == OWN.public
     assert _counts("2..4") == (2, 4)
+
+
+def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meeting: Meeting) -> None:
+    """It was dropped, and ended with a mistake of who typed when it was heard again."""
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    meeting.gathering.leave(BLUE.public, blue.offer.instance)
+    assert meeting.gathering.machines() == []
+    assert blue._beat(None) is None
+    assert [one["name"] for one in meeting.gathering.machines()] == ["blue"]
+    answer = blue._beat(None)
+    assert answer is not None
+    assert answer["is_known"]
+
+
+def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = [TimeoutError("nothing has come for 5 s"), ConnectionResetError("the connection was closed")]
+
+    def check(*words: object) -> Iterator[Finding]:
+        if broken:
+            raise broken.pop()
+        yield from check_between(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attendance, "check_between", check)
+    monkeypatch.setattr(attendance, "_AGAIN_S", 0.01)
+    said: list[str] = []
+    blue = Attendance(meeting.address, BLUE, OWN.public, FACTS, "blue", said.append, lambda *_: None)
+    assert not failures(blue.call(meeting.token()))
+    assert [text.partition(":")[0] for text in said] == ["The line to the coordinator broke"] * 2
+    assert said[1].endswith("nothing has come for 5 s. This machine calls again.")

@@ -58,9 +58,16 @@ def written(folder: Path, mode: str, width: int) -> Path:
 
 
 def closing(stack: ExitStack, *found: Running) -> Sequence[Running]:
+    """They are closed at the end. If a test fails, all that each of them has said is printed before."""
+
+    def print_and_close(one: Running, is_failing: bool) -> None:
+        if is_failing:
+            print(f"--- process {one.process.pid}, status {one.process.poll()}, said:\n{one.said}")
+        one.process.close()  # type: ignore[union-attr]
+
     for one in found:
         assert isinstance(one.process, Copy)
-        stack.callback(one.process.close)
+        stack.push(lambda kind, *_, one=one: print_and_close(one, kind is not None))  # type: ignore[misc]
     return found
 
 

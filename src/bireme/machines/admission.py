@@ -177,10 +177,10 @@ def read_admissions(path: Path) -> AdmissionList:
 
 
 def change_admissions(path: Path, change: Callable[[AdmissionList], AdmissionList]) -> AdmissionList:
-    """Put the next list into the file, which no other process changes meanwhile; returns it."""
+    """Put the next list into the file, which no other process or thread changes meanwhile; returns it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.with_name(f"{path.name}.lock").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # `lockf` would hold off other processes, and no thread of this one
         found = change(read_admissions(path))
         write_text_atomically(path, dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n")
     return found

@@ -5,7 +5,7 @@ does, and offers what it has. From then on it asks every second how things are, 
 Every answer is the state of things, so a request that is lost is of no matter: the machine asks again.
 
     admit secret, name ──▶ error            beat statuses, lines ──▶ error, orders, stops, is_over
-    offer ──▶ error                         leave ──▶ {}
+    offer ──▶ error                         leave ──▶ error
 
 Once enough machines are there, each gets its orders: its number, the address and the key of the run's store,
 and the run file. With them it starts `bireme train` as torchrun would.
@@ -210,14 +210,16 @@ class Gathering:
     def beat(
         self, public: str, statuses: list[int] | None, lines: Sequence[tuple[str, str]]
     ) -> dict[str, Any]:
-        """A machine says how it is, and learns how things are. Raises a `BiremeError` if it is not admitted
-        any more, or has made no offer.
+        """A machine says how it is, and learns how things are. If it was silent for too long before the run
+        began, it is to offer itself again. Raises a `BiremeError` if it is not admitted any more.
         """
         name = self.admitted(public)
         with self._lock:
             one = self._members.get(public)
             if one is None:
-                raise BiremeError("This machine has made no offer.")
+                return {"error": "", "is_known": False}
+            if one.is_gone:
+                self._tell(f"{name} ({one.address}) is back.")
             one.seen_s, one.is_gone = time.monotonic(), False
             for stream, text in lines:
                 if stream == "out" and self._run.as_json:
@@ -228,7 +230,8 @@ class Gathering:
                 one.statuses = statuses
                 self._ended.append(max(statuses, default=0))
             orders = None if one.orders is None or self.has_ended else asdict(one.orders)
-            return {"error": "", "orders": orders, "stops": self.stops, "is_over": self.has_ended}
+            is_over = self.has_ended
+            return {"error": "", "is_known": True, "orders": orders, "stops": self.stops, "is_over": is_over}
 
     def leave(self, public: str, instance: str) -> None:
         """A machine is not there any more: it has left, or its line is cut."""

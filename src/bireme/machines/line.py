@@ -33,6 +33,8 @@ from bireme.wire.connection import (
 )
 from bireme.wire.encryption import EncryptedSocket
 from bireme.wire.listener import (
+    AGAIN_S,
+    TRIES,
     Caller,
     ListenerThread,
     authenticated,
@@ -229,17 +231,25 @@ def _called(
     where = found[0][4][0]
     if where != host:
         yield well("name", f"{host} is {where}")
-    made = yield from _connected(address, listening)
-    if made is None:
-        return None
-    stop = _stranger(made, address)
-    if stop is not None:
-        made.close()
-        yield stop
-        return None
-    yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
     try:
-        made = authenticated(made, key, purpose)
+        for tries_left in reversed(range(TRIES)):
+            made = yield from _connected(address, listening)
+            if made is None:
+                return None
+            stop = _stranger(made, address)
+            if stop is not None:
+                made.close()
+                yield stop
+                return None
+            if tries_left == TRIES - 1:
+                yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
+            try:
+                made = authenticated(made, key, purpose)
+                break
+            except ConnectionResetError:  # too many strangers call there
+                if not tries_left:
+                    raise
+                time.sleep(AGAIN_S)
     except BiremeError as error:
         yield fails("encryption", str(error), "")
         return None
@@ -249,6 +259,7 @@ def _called(
     except OSError:
         yield listening.refusal
         return None
+    assert made is not None, "the last try returns or raises"
     is_encrypted = isinstance(made, EncryptedSocket)
     text = "the line is encrypted (TLS 1.3)" if is_encrypted else "the line is not encrypted"
     yield well("encryption", text)

@@ -35,6 +35,10 @@ from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.stores import KEY
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S = 1.0, 0.1, 2.0, 5.0
+_NUM_CALLS = 3
+"""How often a machine calls whose line breaks, or is too slow, before it has offered itself."""
+_UNSURE = ("line", "ports", "large messages")
+"""Checks of a line that may fail because one end is busy, and come out well the next time."""
 _ALONE_S = 60.0
 """How long a machine without running processes calls a coordinator that does not answer."""
 _MOST_KILLS, _SHORT_S = 3, 60.0
@@ -209,18 +213,33 @@ class Attendance:
         """Call the coordinator for the first time, be admitted, and check the line; returns the findings. The
         last one is the failure, if it fails. Raises a `BiremeError` if the coordinator refuses this machine.
         """
-        found, line = self._called()
-        if line is None:
-            return found
-        self._line = line
-        try:
-            self._ask("admit", secret=secret, name=self._name)
-            found += check_between(line, self._facts)
-        except (OSError, ValueError, KeyError) as error:
-            raise self._broken(error) from None
+        for calls_left in reversed(range(_NUM_CALLS)):
+            try:
+                found = self._call_and_check(secret)
+            except (OSError, ValueError, KeyError) as error:
+                if not calls_left:
+                    raise self._broken(error) from None
+                found, sentence = [], f"broke: {error}"
+            else:
+                failing = [one for one in found if one.verdict == Verdict.FAILS]
+                if not calls_left or not failing or any(one.check not in _UNSURE for one in failing):
+                    break
+                sentence = f"fails a check: {failing[0].text}"
+            self._hang_up()
+            self._tell(f"The line to the coordinator {sentence.rstrip('.')}. This machine calls again.")
+            self._wake.wait(_AGAIN_S)
+            if self._num_interrupts:
+                return []
         told = {one.check: one.text for one in found}
         measured = [told[check] for check in ("latency", "bandwidth") if check in told]
         self.offer = replace(self.offer, line=", ".join(measured)[:400])
+        return found
+
+    def _call_and_check(self, secret: str) -> list[Finding]:
+        found, self._line = self._called()
+        if self._line is not None:
+            self._ask("admit", secret=secret, name=self._name)
+            found += check_between(self._line, self._facts)
         return found
 
     def run(self) -> int:
@@ -228,10 +247,11 @@ class Attendance:
         `BiremeError` if the coordinator refuses this machine.
         """
         try:
-            try:
-                self._ask("offer", offer=asdict(self.offer))
-            except (OSError, ValueError, KeyError) as error:
-                raise self._broken(error) from None
+            if self._line is not None:
+                try:
+                    self._ask("offer", offer=asdict(self.offer))
+                except (OSError, ValueError, KeyError):
+                    self._hang_up()  # it is called again
             return self._run()
         finally:
             self._reserved.close()
@@ -332,10 +352,12 @@ class Attendance:
                 return None
             ended = None if statuses is None else [abs(status) for status in statuses]
             answer = self._ask("beat", statuses=ended, lines=lines)
+            if not answer["is_known"]:
+                self._tell("The coordinator had not heard of this machine for too long. It offers itself again.")
+                self._ask("offer", offer=asdict(self.offer))
+                return None
         except (OSError, ValueError, KeyError):
-            if self._line is not None:
-                self._line.socket.close()
-            self._line = None
+            self._hang_up()
             return None
         except BiremeError:
             if self._processes is not None:
@@ -343,6 +365,11 @@ class Attendance:
             raise
         del self._lines[: len(lines)]
         return answer
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.socket.close()
+        self._line = None
 
     def _call_again(self) -> None:
         if time.monotonic() < self._next_call_s:

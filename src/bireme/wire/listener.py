@@ -44,7 +44,8 @@ GREETING_S = 5.0
 MOST_STRANGERS = 64
 """Callers that have not answered yet."""
 _MOST_AT_ONCE = 16
-_TRIES, _AGAIN_S = 5, 0.05
+TRIES, AGAIN_S = 5, 0.05
+"""Calls of a listener that hangs up, which may have too many strangers, and the pause between them."""
 _LOOK_S = 0.5
 _HUNG_UP = "the listener has hung up: it is of another run, or closes"
 
@@ -329,13 +330,13 @@ def call_port(address: tuple[str, int], key: str, timeout_s: float) -> socket.so
 
 
 def _called(connect: Callable[[], socket.socket], key: str, purpose: bytes) -> socket.socket:
-    for tries_left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(TRIES)):
         try:
             return authenticated(connect(), key, purpose)
         except ConnectionResetError:  # too many strangers call there
             if not tries_left:
                 raise
-            time.sleep(_AGAIN_S)
+            time.sleep(AGAIN_S)
     raise AssertionError("the last try returns or raises")
 
 
