@@ -11,6 +11,8 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.machines.keys import HOME, MachineKey, key_path, own_key
 
+pytest.importorskip("cryptography", reason="keys of machines need it")
+
 
 def test_the_key_is_made_at_first_use_for_this_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

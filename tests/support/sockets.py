@@ -2,6 +2,7 @@
 
 import socket
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +18,10 @@ HOST = torch.device("cpu")
 
 
 def encrypted_sockets() -> tuple[socket.socket, socket.socket]:
-    """Two ends of an encrypted connection, as a caller and a listener have them."""
+    """Two ends of an encrypted connection, as a caller and a listener have them. Skips the test if the
+    package for encryption is missing.
+    """
+    pytest.importorskip("cryptography", reason="encryption needs it")
     here, there = socket.socketpair()
     for one in (here, there):
         one.setblocking(False)

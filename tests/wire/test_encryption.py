@@ -19,6 +19,8 @@ from tests.support.patience import patience_s
 from tests.support.sockets import encrypted_sockets
 from tests.wire.test_listener import KEY, House
 
+pytest.importorskip("cryptography", reason="encryption needs it")
+
 SECRET = b"0123456789abcdef" * 64
 
 

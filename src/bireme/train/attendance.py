@@ -353,7 +353,7 @@ class Attendance:
             ended = None if statuses is None else [abs(status) for status in statuses]
             answer = self._ask("beat", statuses=ended, lines=lines)
             if not answer["is_known"]:
-                self._tell("The coordinator had not heard of this machine for too long. It offers itself again.")
+                self._tell("This machine was silent for too long. It offers itself again.")
                 self._ask("offer", offer=asdict(self.offer))
                 return None
         except (OSError, ValueError, KeyError):
