@@ -70,6 +70,7 @@ def closing(stack: ExitStack, *found: Running) -> Sequence[Running]:
     return found
 
 
+@all_only
 def test_two_machines_join_a_coordinator_without_devices_and_train_a_model(tmp_path: Path) -> None:
     run = written(tmp_path, "allreduce", 2)
     with ExitStack() as stack:
