@@ -1,0 +1,388 @@
+"""The phases of a run over machines that come and go: which machines train when. Pure decisions.
+
+A phase is one start of the run over a set of machines, with a number and a plan of its own. It is prepared
+beside the phase before it, which goes on training, and trains from the newest state once that has ended:
+
+    phase 1   prepare ─ go ─ train ──────────────────── stop
+    phase 2                         prepare ─ is ready ──────go ─ train ───
+
+Nothing here reads a clock or a socket. Events are reported with the time; `turn` decides; `phases_of`
+lists what a machine is to run. All of it is state, so an event that comes twice changes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bireme.bounds import counted, seconds_text
+
+FIRST_COST_S = 30.0
+"""What a switch is taken to cost before one has been measured."""
+_MOST_FAILURES = 3
+"""Phases in a row that may fail without a machine lost and without a new step."""
+_MISTAKE = 2
+"""The exit status of a phase that no plan fits."""
+_LEAST_COMPARED = 5
+"""Batches of a phase after which their seconds are compared with the prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRules:
+    """How a run takes machines: it begins with `most` at once, and with `least` once no other has come for
+    `wait_s`. A machine that has come or gone counts after `patience_s`. With `needs_all` a phase cannot go on
+    without each of its machines. The run has `steps` batches.
+    """
+
+    least: int
+    most: int
+    wait_s: float
+    patience_s: float
+    needs_all: bool
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseProgress:
+    """How far a phase has come: it began after the step `first`, and a batch takes `batch_s`."""
+
+    number: int
+    first: int
+    step: int
+    batch_s: float | None
+
+
+@dataclass(slots=True)
+class _Machine:
+    """A machine that is there, in one start of its `bireme join`."""
+
+    name: str
+    instance: str
+
+
+@dataclass(slots=True)
+class RunPhase:
+    """A phase. It `goes` once it may load state and train; `end` is how its processes are to end."""
+
+    number: int
+    machines: tuple[str, ...]
+    """Their keys, in the order of their ranks."""
+    goes: bool = False
+    end: Literal["", "stop", "kill"] = ""
+    is_ready: bool = False
+    forecast_s: float | None = None
+    """Predicted seconds of a batch."""
+    lost: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Machines that are gone: since when, and the instance that was there."""
+    statuses: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """How the processes of a machine have ended, negative for a signal."""
+    went_s: float = 0.0
+    end_s: float = 0.0
+    first_step: int | None = None
+    """The step from which it trains."""
+    step: int | None = None
+    batch_s: float | None = None
+    """Measured seconds of a batch."""
+    is_compared: bool = False
+
+    @property
+    def worst(self) -> int:
+        """The largest status, without the sign of a signal."""
+        return max((abs(one) for own in self.statuses.values() for one in own), default=0)
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended a process."""
+        return any(one < 0 for own in self.statuses.values() for one in own)
+
+
+class RunPhases:
+    """The machines that are there, the phase that trains, and the one that is prepared to follow it."""
+
+    def __init__(self, rules: PhaseRules) -> None:
+        self.rules = rules
+        self.machines: dict[str, _Machine] = {}
+        self.current: RunPhase | None = None
+        self.following: RunPhase | None = None
+        self.has_begun = self.is_over = False
+        self.status = 1
+        """The exit status of the run once it is over."""
+        self._said: list[str] = []
+        self._number = 0
+        self._changed_s = 0.0
+        """When a machine came or went for the last time."""
+        self._refused: frozenset[str] = frozenset()
+        """Machines on which no phase could be prepared."""
+        self._declined: frozenset[str] = frozenset()
+        """Machines on which a phase would have been no gain."""
+        self._stops = False
+        self._step = 0
+        self._num_failures = 0
+        self._cost_s: float | None = None
+        self._ended: tuple[float, float] | None = None
+        """When the phase before was asked to end, and when it had ended."""
+
+    # Events.
+
+    def come(self, key: str, name: str, instance: str, now_s: float) -> None:
+        """A machine is there."""
+        known = self.machines.get(key)
+        if known is not None and known.instance == instance:
+            return
+        self.machines[key] = _Machine(name, instance)
+        self._changed_s = now_s
+        for phase in self.phases():
+            if key not in phase.lost:
+                continue
+            before = phase.lost[key][1]
+            # Only the line was lost if it is the same instance. Otherwise its processes have ended.
+            if before == instance or (phase.goes and not self.rules.needs_all):
+                del phase.lost[key]
+                phase.statuses.pop(key, None)
+
+    def lose(self, key: str, now_s: float, *, for_good: bool = False) -> None:
+        """A machine is gone: silent, revoked, or it has left; `for_good` if it has said so."""
+        gone = self.machines.pop(key, None)
+        if gone is None:
+            return
+        self._changed_s = now_s
+        for phase in self.phases():
+            if key in phase.machines and key not in phase.statuses:
+                phase.lost[key] = (now_s - (self.rules.patience_s if for_good else 0.0), gone.instance)
+
+    def note_ready(self, number: int, batch_s: float | None) -> None:
+        """A phase is prepared, and predicts the seconds of a batch."""
+        for phase in self.phases():
+            if phase.number == number and not phase.is_ready:
+                phase.is_ready, phase.forecast_s = True, batch_s
+
+    def note_ended(self, number: int, key: str, statuses: Sequence[int]) -> None:
+        """All processes of a phase at a machine have ended."""
+        for phase in self.phases():
+            if phase.number == number and key in phase.machines and key not in phase.lost:
+                phase.statuses.setdefault(key, tuple(statuses))
+
+    def note_progress(self, found: PhaseProgress, now_s: float) -> None:
+        """A phase has come so far."""
+        phase, first, step, batch_s = self.current, found.first, found.step, found.batch_s
+        if phase is None or phase.number != found.number or step <= max(phase.step or 0, first):
+            return
+        if phase.first_step is None:
+            self._note_first(phase, first, now_s)
+        phase.step, phase.batch_s = step, batch_s
+        if step > self._step:
+            self._step, self._num_failures = step, 0
+        is_known = batch_s is not None and phase.forecast_s is not None
+        if is_known and not phase.is_compared and step - first >= _LEAST_COMPARED:
+            assert batch_s is not None, "it is known"
+            assert phase.forecast_s is not None, "it is known"
+            phase.is_compared = True
+            self._say(
+                f"Phase {phase.number}: a batch takes {seconds_text(batch_s)}, and "
+                f"{seconds_text(phase.forecast_s)} were predicted."
+            )
+
+    def ask_stop(self) -> None:
+        """The run is to stop in order."""
+        self._stops = True
+
+    # Decisions.
+
+    def turn(self, now_s: float) -> None:
+        """Decide by what is known."""
+        if self.is_over:
+            return
+        self._drop_following()
+        current = self.current
+        if self.is_over:
+            return
+        if current is not None and self._has_ended(current, now_s):
+            self._conclude(current, now_s)
+        if self.is_over:
+            return
+        if self.current is not None:
+            self._watch(self.current, now_s)
+        elif self._stops:
+            self._finish(130 if not self.has_begun else 0)
+        elif self.following is not None:
+            self._go(self.following, now_s)
+        elif self._may_begin(now_s):
+            self._prepare(now_s)
+            self.turn(now_s)
+
+    def phases_of(self, key: str) -> tuple[RunPhase, ...]:
+        """The phases that a machine is to have processes of. It ends all others."""
+        if key not in self.machines or self.is_over:
+            return ()
+        return tuple(one for one in self.phases() if key in one.machines and key not in one.lost)
+
+    def said(self) -> list[str]:
+        """The sentences since the last call."""
+        found, self._said = self._said, []
+        return found
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest phase."""
+        return self._number
+
+    def phases(self) -> list[RunPhase]:
+        """The phase that trains and the one that is prepared, if there are such."""
+        return [one for one in (self.current, self.following) if one is not None]
+
+    def _say(self, text: str) -> None:
+        self._said.append(text)
+
+    def _names(self, keys: Sequence[str]) -> str:
+        return ", ".join(self.machines[key].name for key in keys if key in self.machines)
+
+    def _finish(self, status: int) -> None:
+        self.is_over, self.status = True, status
+
+    def _note_first(self, phase: RunPhase, first: int, now_s: float) -> None:
+        phase.first_step = first
+        load_s = now_s - phase.went_s
+        if self._ended is None:
+            self._cost_s = self._cost_s or load_s
+            return
+        asked_s, ended_s = self._ended
+        self._cost_s = now_s - asked_s
+        lost = max(self._step - first, 0)
+        again = f" {counted(lost, 'batch')} of the phase before are trained again." if lost else ""
+        self._say(
+            f"Phase {phase.number} trains, {seconds_text(now_s - asked_s)} after the phase before began to "
+            f"end: stop {seconds_text(ended_s - asked_s)}, wait {seconds_text(phase.went_s - ended_s)}, load "
+            f"and first batches {seconds_text(load_s)}.{again}"
+        )
+
+    def _may_begin(self, now_s: float) -> bool:
+        """Whether to prepare a phase while none trains."""
+        there, rules = frozenset(self.machines), self.rules
+        if not self.has_begun:
+            is_quiet = now_s - self._changed_s >= rules.wait_s
+            return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
+        return bool(there) and not there <= self._refused
+
+    def _prepare(self, now_s: float) -> None:
+        """Have processes of a new phase started on all machines that are there."""
+        self._number += 1
+        # Machines of the phase before keep their order: the first one serves the store.
+        before = () if self.current is None else self.current.machines
+        ordered = [key for key in before if key in self.machines]
+        ordered += [key for key in self.machines if key not in before]
+        self.following = RunPhase(self._number, tuple(ordered))
+        names = self._names(ordered)
+        beside = "" if self.current is None else f" beside phase {self.current.number}, which goes on"
+        many = counted(len(ordered), "machine")
+        self._say(f"Phase {self._number} is prepared on {many}{beside}: {names}.")
+
+    def _go(self, phase: RunPhase, now_s: float) -> None:
+        phase.goes, phase.went_s = True, now_s
+        self.current, self.following = phase, None
+        self.has_begun = True
+
+    def _drop_following(self) -> None:
+        """Give up a phase that cannot be prepared, or that has no reason any more."""
+        phase, current = self.following, self.current
+        if phase is None:
+            return
+        there = frozenset(phase.machines)
+        if phase.lost or self._stops:
+            self.following = None
+        elif phase.statuses:
+            self.following = None
+            self._refuse(there, phase.worst)
+        elif current is not None and self._is_as_before(current):
+            self.following = None
+
+    def _is_as_before(self, phase: RunPhase) -> bool:
+        """Whether the machines of the phase that trains are those that are there."""
+        return not phase.end and not phase.lost and set(self.machines) == set(phase.machines)
+
+    def _refuse(self, there: frozenset[str], status: int) -> None:
+        self._refused = there
+        goes_on = self.current is not None and not self.current.lost
+        rest = "The phase before goes on." if goes_on else "The run waits for other machines."
+        self._say(
+            f"The run cannot be trained on {self._names(sorted(there))} (status {status}); the lines above "
+            f"say why. {rest}"
+        )
+
+    def _has_ended(self, phase: RunPhase, now_s: float) -> bool:
+        left = [key for key in phase.machines if key not in phase.lost and key not in phase.statuses]
+        if left:
+            return False
+        if phase.statuses:
+            return True
+        # All are gone: each of them may only have lost its line.
+        return all(now_s - since_s >= self.rules.patience_s for since_s, _ in phase.lost.values())
+
+    def _conclude(self, phase: RunPhase, now_s: float) -> None:
+        """A phase has ended: is the run over, or does another one follow?"""
+        statuses = phase.statuses.values()
+        has_result = any(not max(map(abs, own), default=0) for own in statuses)
+        if self._stops or (has_result and phase.end != "stop"):
+            self._finish(0 if has_result else phase.worst or 1)
+            return
+        is_churn = bool(phase.lost) or phase.is_killed
+        if phase.number > 1 and phase.step is None and phase.worst == _MISTAKE and not is_churn:
+            self.current = None
+            self._refuse(frozenset(phase.machines), phase.worst)
+        elif phase.end != "stop":
+            self._num_failures += not phase.lost
+            if not is_churn or self._num_failures > _MOST_FAILURES:
+                self._finish(phase.worst or 1)
+                return
+            self._say(f"Phase {phase.number} has ended, and the run goes on from its newest state.")
+        if phase.step is not None:
+            began_s = phase.end_s if phase.end else now_s
+            since_s = min((since_s for since_s, _ in phase.lost.values()), default=began_s)
+            self._ended = (min(began_s, since_s), now_s)
+        self.current = None
+
+    def _watch(self, phase: RunPhase, now_s: float) -> None:
+        """Whether the phase that trains is to end, or another one is to be prepared."""
+        if self._stops:
+            phase.end = phase.end or "stop"
+            return
+        patience_s = self.rules.patience_s
+        is_stuck = self.rules.needs_all and bool(phase.lost)
+        gone_s = max((now_s - since_s for since_s, _ in phase.lost.values()), default=0.0)
+        is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`
+        if is_stuck and (is_other or gone_s >= patience_s) and phase.end != "kill":
+            self._end(phase, "kill", now_s)
+        if phase.end or not self.machines:
+            return
+        following, there = self.following, frozenset(self.machines)
+        if following is not None:
+            if following.is_ready and not is_stuck:
+                self._decide(phase, following, now_s)
+        elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
+            is_quiet = now_s - self._changed_s >= patience_s
+            if phase.step is not None and (is_quiet or is_stuck):
+                self._prepare(now_s)
+
+    def _end(self, phase: RunPhase, how: Literal["stop", "kill"], now_s: float) -> None:
+        phase.end, phase.end_s = how, now_s
+
+    def _decide(self, phase: RunPhase, following: RunPhase, now_s: float) -> None:
+        """Switch if that saves more than it costs over the rest of the run."""
+        before_s, after_s = phase.batch_s or phase.forecast_s, following.forecast_s
+        if phase.batch_s is not None and phase.forecast_s and after_s is not None:
+            after_s *= phase.batch_s / phase.forecast_s  # predictions err in one direction
+        left, cost_s = max(self.rules.steps - (phase.step or 0), 0), self._cost_s or FIRST_COST_S
+        if before_s is None or after_s is None:
+            gains, words = len(following.machines) > len(phase.machines), "no prediction"
+        else:
+            gain_s = (before_s - after_s) * left
+            gains = gain_s > cost_s
+            words = (
+                f"{seconds_text(after_s)} a batch instead of {seconds_text(before_s)} saves "
+                f"{seconds_text(max(gain_s, 0.0))} of the {counted(left, 'batch')} left, and the switch "
+                f"costs about {seconds_text(cost_s)}"
+            )
+        if gains:
+            self._say(f"Phase {following.number} follows on {self._names(following.machines)}: {words}.")
+            self._end(phase, "stop", now_s)
+            return
+        self._say(f"Phase {phase.number} goes on without a new plan: {words}.")
+        self._declined, self.following = frozenset(following.machines), None

@@ -1,0 +1,261 @@
+"""The phases of a run over machines that come and go: whatever is reported, in any order, twice or never."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bireme.machines.phases import PhaseProgress, PhaseRules, RunPhases
+
+RULES = PhaseRules(least=2, most=3, wait_s=5.0, patience_s=10.0, needs_all=True, steps=1000)
+NAMES = "abcde"
+
+
+class Story:
+    """Phases of a run, told in the words of a test."""
+
+    def __init__(self, rules: PhaseRules = RULES, machines: str = "") -> None:
+        self.phases, self.now_s = RunPhases(rules), 0.0
+        self.said: list[str] = []
+        self.come(machines)
+
+    def come(self, machines: str, instance: str = "1") -> None:
+        for one in machines:
+            self.phases.come(one, one, instance, self.now_s)
+        self.turn()
+
+    def lose(self, machines: str, *, for_good: bool = False) -> None:
+        for one in machines:
+            self.phases.lose(one, self.now_s, for_good=for_good)
+        self.turn()
+
+    def turn(self, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        self.phases.turn(self.now_s)
+        self.said += self.phases.said()
+
+    def progress(self, step: int, *, first: int = 0, batch_s: float | None = 1.0) -> None:
+        assert self.phases.current is not None
+        found = PhaseProgress(self.phases.current.number, first, step, batch_s)
+        self.phases.note_progress(found, self.now_s)
+        self.turn()
+
+    def ready(self, batch_s: float | None) -> None:
+        assert self.phases.following is not None
+        self.phases.note_ready(self.phases.following.number, batch_s)
+        self.turn()
+
+    def end(self, number: int, **statuses: int) -> None:
+        for one, status in statuses.items():
+            self.phases.note_ended(number, one, [status])
+        self.turn()
+
+    @property
+    def trains(self) -> tuple[int, str]:
+        current = self.phases.current
+        return (0, "") if current is None else (current.number, "".join(current.machines))
+
+
+def test_a_run_begins_with_the_most_machines_at_once_and_with_the_least_after_a_wait() -> None:
+    story = Story(machines="ab")
+    assert story.trains == (0, "")
+    story.turn(5.0)
+    assert story.trains == (1, "ab")
+    assert Story(machines="abc").trains == (1, "abc")
+
+
+def test_a_pipeline_that_loses_a_machine_goes_on_over_the_others() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.turn(3.0)
+    story.lose("c")
+    story.turn(4.0)
+    assert story.trains == (1, "abc")  # only its line may be lost
+    story.end(1, a=1, b=1)
+    story.turn()
+    assert story.trains == (2, "ab")
+    story.now_s += 6.0
+    story.progress(11, first=10)
+    assert "10 batches of the phase before are trained again" in story.said[-1]
+    assert "10 s after the phase before began to end: stop 4 s, wait 0 s" in story.said[-1]
+    story.end(2, a=0, b=0)
+    assert (story.phases.is_over, story.phases.status) == (True, 0)
+
+
+def test_processes_that_do_not_notice_a_lost_machine_are_killed_after_the_patience() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.lose("c")
+    story.turn(10.0)
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.end(1, a=-9, b=-9)
+    story.turn()
+    assert story.trains == (2, "ab")
+
+
+def test_a_machine_that_is_started_again_has_lost_its_processes() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.lose("c")
+    story.come("c", "2")
+    assert story.phases.phases_of("c") == ()
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.end(1, a=-9, b=-9)
+    story.turn()
+    assert story.trains == (2, "ab")  # which was prepared meanwhile
+    story.progress(30, first=20)
+    story.turn(10.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [3]
+
+
+def test_a_machine_whose_line_alone_was_lost_stays() -> None:
+    """The phase without it, which is prepared meanwhile, is dropped."""
+    story = Story(machines="abc")
+    story.progress(20)
+    story.lose("c")
+    story.turn(5.0)
+    assert story.phases.phases_of("c") == ()
+    assert [one.number for one in story.phases.phases_of("a")] == [1, 2]
+    story.come("c")
+    story.turn(20.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [1]
+    assert [one.end for one in story.phases.phases()] == [""]
+
+
+def test_a_newcomer_is_used_if_that_gains_more_than_it_costs() -> None:
+    for batch_s, follows in ((0.5, True), (0.99, False)):
+        story = Story(replace(RULES, wait_s=0.0), "ab")
+        story.now_s += 20.0
+        story.phases.note_ready(1, 1.0)
+        story.progress(20)
+        story.come("c")
+        assert story.phases.following is None
+        story.turn(10.0)
+        assert [one.number for one in story.phases.phases_of("c")] == [2]
+        story.ready(batch_s)
+        assert ("follows" in story.said[-1]) == follows
+        assert "of the 980 batches left" in story.said[-1]
+        if not follows:
+            assert story.phases.phases_of("c") == ()
+            story.turn(1000.0)
+            assert story.phases.newest == 2  # it is not tried again
+            continue
+        assert story.phases.phases_of("a")[0].end == "stop"
+        assert not story.phases.phases_of("c")[0].goes
+        story.end(1, a=0, b=0)
+        story.turn()
+        assert story.trains == (2, "abc")
+        assert story.phases.phases_of("c")[0].goes
+
+
+def test_a_predicted_time_is_corrected_by_what_the_present_plan_takes() -> None:
+    """A prediction of half the time that the present plan takes gains nothing if that plan had the same."""
+    story = Story(replace(RULES, wait_s=0.0), "ab")
+    story.phases.note_ready(1, 0.5)
+    story.progress(20, batch_s=1.0)
+    story.come("c")
+    story.turn(10.0)
+    story.ready(0.5)
+    assert "goes on without a new plan" in story.said[-1]
+
+
+def test_with_too_few_machines_the_run_waits_for_others() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.lose("bc", for_good=True)
+    story.turn()
+    story.end(1, a=1)
+    story.turn()
+    assert story.trains == (2, "a")
+    story.end(2, a=2)
+    story.turn(100.0)
+    assert story.trains == (0, "")
+    assert "The run waits for other machines." in story.said[-1]
+    story.come("d")
+    assert story.trains == (3, "ad")
+
+
+def test_a_run_that_fails_without_a_lost_machine_ends() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.end(1, a=1, b=1, c=1)
+    assert (story.phases.is_over, story.phases.status) == (True, 1)
+
+
+def test_a_process_that_is_killed_again_and_again_ends_the_run() -> None:
+    story = Story(machines="abc")
+    for number in range(1, 5):
+        story.turn()
+        assert story.trains[0] == number
+        story.end(number, a=-9, b=1, c=1)
+    assert (story.phases.is_over, story.phases.status) == (True, 9)
+
+
+def test_a_member_of_a_quorum_returns_to_its_phase() -> None:
+    story = Story(replace(RULES, needs_all=False), "abc")
+    story.progress(20)
+    story.lose("c")
+    story.turn(5.0)
+    story.come("c", "2")
+    story.turn(100.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [1]
+    assert story.phases.newest == 1
+
+
+def test_a_stop_ends_the_run_and_no_phase_follows() -> None:
+    story = Story(replace(RULES, wait_s=0.0), "ab")
+    story.progress(20)
+    story.come("c")
+    story.turn(10.0)
+    story.phases.ask_stop()
+    story.turn()
+    assert story.phases.phases_of("c") == ()
+    assert story.phases.phases_of("a")[0].end == "stop"
+    story.end(1, a=0, b=0)
+    assert (story.phases.is_over, story.phases.status) == (True, 0)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("come"), st.sampled_from(NAMES), st.sampled_from("12")),
+    st.tuples(st.just("lose"), st.sampled_from(NAMES), st.booleans()),
+    st.tuples(st.just("ready"), st.integers(1, 6), st.sampled_from([None, 0.1, 1.0, 9.0])),
+    st.tuples(st.just("end"), st.integers(1, 6), st.sampled_from(NAMES), st.sampled_from([0, 1, 2, -9])),
+    st.tuples(st.just("progress"), st.integers(1, 6), st.integers(0, 50)),
+    st.tuples(st.just("turn"), st.sampled_from([0.0, 1.0, 20.0])),
+)
+
+
+@given(st.lists(EVENTS, max_size=60), st.booleans(), st.booleans())
+def test_any_order_loss_and_doubling_of_events(
+    events: list[tuple[object, ...]], needs_all: bool, doubles: bool
+) -> None:
+    phases, now_s = RunPhases(replace(RULES, needs_all=needs_all)), 0.0
+    numbers: dict[int, tuple[str, ...]] = {}
+    for event in [one for one in events for _ in range(1 + doubles)]:
+        match event:
+            case "come", str(key), str(instance):
+                phases.come(key, key, instance, now_s)
+            case "lose", str(key), bool(for_good):
+                phases.lose(key, now_s, for_good=for_good)
+            case "ready", int(number), batch_s:
+                phases.note_ready(number, batch_s)  # type: ignore[arg-type]
+            case "end", int(number), str(key), int(status):
+                phases.note_ended(number, key, [status])
+            case "progress", int(number), int(step):
+                phases.note_progress(PhaseProgress(number, 0, step, 1.0), now_s)
+            case "turn", float(after_s):
+                now_s += after_s
+        before = phases.newest
+        there = set(phases.machines)
+        phases.turn(now_s)
+        for phase in phases.phases():
+            assert numbers.setdefault(phase.number, phase.machines) == phase.machines
+            assert len(set(phase.machines)) == len(phase.machines) > 0
+            if phase.number > before:
+                assert set(phase.machines) <= there  # a new plan is over machines that are there
+        assert [one.goes for one in phases.phases() if one is phases.following] in ([], [False])
+        for key in NAMES:
+            found = phases.phases_of(key)
+            assert not found or (key in there and not phases.is_over)
+            assert all(key in one.machines and key not in one.lost for one in found)
+        assert len([one for one in phases.phases() if one.goes]) <= 1
