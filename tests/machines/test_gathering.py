@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.admission import AdmissionList, AdmissionToken, change_admissions
 from bireme.machines.findings import Finding
-from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, RunOffer
+from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, PhaseReport, RunOffer
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.line import check_between
 from bireme.machines.own_machine import MachineFacts
@@ -29,7 +30,9 @@ pytest.importorskip("cryptography", reason="keys of machines need it")
 
 FACTS = MachineFacts.own(__version__)
 OWN, BLUE, GREEN, RED = (MachineKey.of(f"{number:064x}") for number in range(1, 5))
-RUN = RunOffer("format = 1\n", None, uses_gpus=False, can_return=True)
+RUN = RunOffer("format = 1\n", None, uses_gpus=False, can_return=True, steps=12, patience_s=5.0)
+
+NO_NEWS: dict[str, Any] = {"port": 1, "phases": [], "lines": []}
 
 
 class Meeting:
@@ -93,7 +96,7 @@ def test_two_machines_are_admitted_once_and_given_their_numbers(
     assert not meeting.gathering.has_begun
     green = meeting.join(GREEN, "green", meeting.token())
     meeting.gathering.turn()
-    orders = [one._ask("beat", statuses=None, lines=[])["orders"] for one in (blue, green)]
+    orders = [one._ask("beat", **NO_NEWS)["phases"][0]["orders"] for one in (blue, green)]
     assert [(one["number"], one["first"], one["num_ranks"], one["size"]) for one in orders] == [
         (0, 0, 1, 2),
         (1, 1, 1, 2),
@@ -128,12 +131,12 @@ def test_a_revoked_machine_is_let_go_and_may_be_admitted_again(meeting: Meeting)
     blue = meeting.join(BLUE, "blue", meeting.token())
     change_admissions(meeting.list, lambda found: found.revoke("blue"))
     with pytest.raises(BiremeError, match="The key of blue has been revoked"):
-        blue._ask("beat", statuses=None, lines=[])
+        blue._ask("beat", **NO_NEWS)
     change_admissions(meeting.list, lambda found: found.admit_again("blue"))
-    assert not blue._ask("beat", statuses=None, lines=[])["error"]
+    assert not blue._ask("beat", **NO_NEWS)["error"]
 
 
-def test_a_machine_that_went_comes_back_unless_all_must_stay(
+def test_a_machine_that_went_comes_back_to_its_phase_unless_that_needs_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line, "_MEASURE_S", 0.001)
@@ -145,20 +148,16 @@ def test_a_machine_that_went_comes_back_unless_all_must_stay(
             meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
         )
         meeting.gathering.turn()
-        before = blue._ask("beat", statuses=None, lines=[])["orders"]
+        before = blue._ask("beat", **NO_NEWS)["phases"]
         assert blue._line is not None
         blue._line.socket.close()
         ends_s = time.monotonic() + 10.0
         while not any("blue (127.0.0.1) is gone" in one for one in meeting.told):
             assert time.monotonic() < ends_s, meeting.told
             time.sleep(0.01)
-        if can_return:
-            back = meeting.join(BLUE, "blue")
-            assert back._ask("beat", statuses=None, lines=[])["orders"] == before
-            assert meeting.told[-1] == "blue (127.0.0.1) is back."
-        else:
-            with pytest.raises(BiremeError, match=r"allreduce. it ends"):
-                meeting.join(BLUE, "blue")
+        back = meeting.join(BLUE, "blue")
+        assert back._ask("beat", **NO_NEWS)["phases"] == (before if can_return else [])
+        assert meeting.told[-1] == "blue (127.0.0.1) is back."
         meeting.close()
 
 
@@ -167,14 +166,19 @@ def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
         meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
     )
     meeting.gathering.turn()
-    one._ask("beat", statuses=[1], lines=[["err", "bireme: it failed"]])
+
+    def ended(status: int, *lines: list[object]) -> dict[str, Any]:
+        report = PhaseReport(1, (status,), is_ready=False, batch_s=None, progress=None)
+        return {"port": 1, "phases": [asdict(report)], "lines": lines}
+
+    one._ask("beat", **ended(1, [1, "err", "bireme: it failed"]))
     assert meeting.told[-1] == "blue: it failed"
     meeting.gathering.turn()
     assert not meeting.gathering.has_ended
-    assert not other._ask("beat", statuses=[0], lines=[])["is_over"]
+    assert not other._ask("beat", **ended(0))["is_over"]
     meeting.gathering.turn()
     assert (meeting.gathering.has_ended, meeting.gathering.status) == (True, 0)
-    assert other._ask("beat", statuses=[0], lines=[])["is_over"]
+    assert other._ask("beat", **ended(0))["is_over"]
     with pytest.raises(BiremeError, match="The run has ended"):
         meeting.join(GREEN, "green")
 
@@ -231,9 +235,9 @@ def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meet
     blue = meeting.join(BLUE, "blue", meeting.token())
     meeting.gathering.leave(BLUE.public, blue.offer.instance)
     assert meeting.gathering.machines() == []
-    assert blue._beat(None) is None
+    assert blue._beat() is None
     assert [one["name"] for one in meeting.gathering.machines()] == ["blue"]
-    answer = blue._beat(None)
+    answer = blue._beat()
     assert answer is not None
     assert answer["is_known"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PORT = 29600
 _TOKEN_S = 24 * 3600.0
-_LOOK_S, _PARTING_S = 0.2, 3.0
+_LOOK_S, _PARTING_S = 0.1, 3.0
 _PROBE = ("192.0.2.1", 9)
 """An address on no network, to which nothing is sent: the way there shows this machine's own address."""
 
@@ -146,7 +146,8 @@ def coordinate(
                 gathering.turn()
                 if num_interrupts and not gathering.has_begun:
                     break
-                gathering.stops = num_interrupts > 0
+                if num_interrupts:
+                    gathering.stop()
                 wake.wait(_LOOK_S)
                 wake.clear()
         finally:
@@ -162,7 +163,7 @@ def coordinate(
     if as_json:
         document = None
         with suppress(ValueError):
-            document = json.loads("\n".join(gathering.documents))
+            document = json.loads(gathering.document)
         print_json({"status": status, "machines": gathering.machines(), "run": document})
     if status:
         raise typer.Exit(status)
@@ -178,7 +179,15 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "Run
     name = RunFolder.named(run, datetime.now()).path.name
     run = run.model_copy(update={"log": run.log.model_copy(update={"name": name})})
     uses_gpus = run.cluster.device != "cpu" and run.cluster.backend != "gloo"
-    return RunOffer(to_toml(run), run.cluster.workers, uses_gpus, run.sync.is_coordinated, as_json)
+    return RunOffer(
+        to_toml(run),
+        run.cluster.workers,
+        uses_gpus,
+        run.sync.is_coordinated,
+        run.training.steps,
+        run.elastic.patience_s,
+        as_json,
+    )
 
 
 def _print_lines(where: str, tokens: "list[AdmissionToken]") -> None:

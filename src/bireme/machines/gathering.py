@@ -4,11 +4,12 @@ A machine calls with its key, shows a token if it is not in the list yet, checks
 does, and offers what it has. From then on it asks every second how things are, and says how its launcher is.
 Every answer is the state of things, so a request that is lost is of no matter: the machine asks again.
 
-    admit secret, name ──▶ error            beat statuses, lines ──▶ error, orders, stops, is_over
+    admit secret, name ──▶ error            beat phases, lines ──▶ error, phases, newest, is_over, status
     offer ──▶ error                         leave ──▶ error
 
-Once enough machines are there, each gets its orders: its number, the address and the key of the run's store,
-and the run file. With them it starts `bireme train` as torchrun would.
+Once enough machines are there, the first phase of the run begins. Each machine gets its orders: its number,
+the address and the key of the store of the phase, and the run file. With them it starts `bireme train` as
+torchrun would. `phases.py` decides when another phase follows.
 """
 
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,7 @@ from bireme.machines.admission import AdmissionList, change_admissions, read_adm
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, RequestLine, answer_check, opened
 from bireme.machines.own_machine import MachineFacts
+from bireme.machines.phases import PhaseProgress, PhaseRules, RunPhase, RunPhases
 from bireme.wire.listener import Caller, ListenerThread, new_key
 
 PURPOSE = b"join"
@@ -65,20 +67,24 @@ class MachineOffer:
 @dataclass(frozen=True, slots=True)
 class RunOffer:
     """The run: its file as a text, and what decides how machines take part. `workers` are the processes of
-    each machine if the run file gives them, `can_return` is whether a machine may go and come back.
+    each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
+    new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`.
     """
 
     text: str
     workers: int | None
     uses_gpus: bool
     can_return: bool
+    steps: int
+    patience_s: float
     as_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MachineOrders:
-    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the run."""
+    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase."""
 
+    phase: int
     number: int
     first: int
     num_ranks: int
@@ -89,12 +95,28 @@ class MachineOrders:
     run: RunOffer
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """How the processes of a phase are at a machine: how they have ended, None while one lives, negative for
+    a signal; whether the phase is ready, and the seconds of a batch that it predicts then.
+    """
+
+    number: int
+    statuses: tuple[int, ...] | None
+    is_ready: bool
+    batch_s: float | None
+    progress: PhaseProgress | None
+
+
 _OFFER, ORDERS = TypeAdapter(MachineOffer), TypeAdapter(MachineOrders)
+REPORTS, _LINES = TypeAdapter(list[PhaseReport]), TypeAdapter(list[tuple[int, str, str]])
 
 
 @dataclass(slots=True)
 class _Member:
-    """A machine that has made an offer. `statuses` are how its processes ended; None before."""
+    """A machine that has made an offer. `phase` is the newest one that it has taken part in, and `statuses`
+    are how its processes have ended; None before.
+    """
 
     public: str
     name: str
@@ -102,7 +124,7 @@ class _Member:
     offer: MachineOffer
     seen_s: float
     is_own: bool
-    orders: MachineOrders | None = None
+    phase: int = 0
     statuses: list[int] | None = None
     is_gone: bool = False
 
@@ -116,45 +138,73 @@ class Gathering:
         own: MachineKey,
         host: str,
         num_machines: tuple[int, int],
-        patience_s: float,
+        wait_s: float,
         admissions: Path,
         tell: Callable[[str], None],
     ) -> None:
         """`host` is this machine's address for the others. The run begins with the most machines at once, and
-        with the least once no other one has come for `patience_s`.
+        with the least once no other one has come for `wait_s`.
         """
         self._run, self._own, self._host, self._tell = run, own, host, tell
         self._least, self._most = num_machines
-        self._patience_s, self._admissions = patience_s, admissions
+        self._admissions = admissions
+        needs_all = not run.can_return
+        self._phases = RunPhases(PhaseRules(*num_machines, wait_s, run.patience_s, needs_all, run.steps))
+        self._orders: dict[int, dict[str, MachineOrders]] = {}
+        """The orders of each machine in a phase."""
         self._members: dict[str, _Member] = {}
-        self._changed_s = time.monotonic()
         self._lock = threading.RLock()
-        self._ended: list[int] = []
-        """Statuses of machines whose processes have ended, in that order."""
-        self.has_begun = self.has_ended = False
-        self.stops = False
-        """Whether machines are to stop the run in order."""
-        self.documents: list[str] = []
-        """What launchers have printed on standard output, if that is one document."""
+        self._documents: dict[int, list[str]] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first phase has begun."""
+        return self._phases.has_begun
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is over."""
+        return self._phases.is_over
 
     @property
     def status(self) -> int:
-        """The exit status of the run. A launcher that failed before others had a result does not count."""
+        """The exit status of the run."""
+        return self._phases.status
+
+    @property
+    def document(self) -> str:
+        """What the last phase has printed on standard output, if that is one document."""
         with self._lock:
-            ended = self._ended[self._ended.index(0) :] if 0 in self._ended else self._ended
-            return max(ended, default=1)
+            return "\n".join(self._documents[max(self._documents)]) if self._documents else ""
+
+    def stop(self) -> None:
+        """Stop the run in order on all machines."""
+        with self._lock:
+            self._phases.ask_stop()
 
     def machines(self) -> list[dict[str, Any]]:
         """All that have made an offer, for JSON."""
         with self._lock:
             return [
-                {"name": one.name, "address": one.address, "statuses": one.statuses, **asdict(one.offer)}
+                {
+                    "name": one.name,
+                    "address": one.address,
+                    "phase": one.phase,
+                    "statuses": one.statuses,
+                    **asdict(one.offer),
+                }
                 for one in self._members.values()
             ]
 
     def admitted(self, public: str) -> str:
         """The name of a machine. Raises a `BiremeError` if it may not take part."""
-        return read_admissions(self._admissions).check(public).name
+        try:
+            return read_admissions(self._admissions).check(public).name
+        except BiremeError:
+            with self._lock:
+                if (one := self._members.get(public)) is not None and not one.is_gone:
+                    self._lose(one, for_good=True)
+            raise
 
     def admit(self, public: str, secret: str, name: str) -> None:
         """Put a machine into the list. Raises a `BiremeError` that says why not."""
@@ -172,139 +222,152 @@ class Gathering:
             before, now_s = self._members.get(public), time.monotonic()
             if self.has_ended:
                 raise BiremeError("The run has ended.")
-            is_there = before is not None and not before.is_gone and before.statuses is None
-            is_same = before is not None and before.offer.instance == offer.instance
-            if is_there and not is_same:
+            is_there = before is not None and not before.is_gone
+            if is_there and before is not None and before.offer.instance != offer.instance:
                 raise BiremeError(
                     f"{name} takes part already, by another bireme join. End that one first; if it was "
                     f"killed, wait {_SEEN_S:g} s."
                 )
-            if before is not None and before.orders is not None:
-                if not is_same and not self._run.can_return:
-                    raise BiremeError(
-                        'The run has lost this machine, and with sync.mode = "allreduce" it ends. Start it '
-                        "again on all machines."
-                    )
-                if not is_there:
-                    self._tell(f"{name} ({address}) is back.")
-                before.offer, before.seen_s, before.is_gone = offer, now_s, False
-                before.statuses = before.statuses if is_same else None
-                return
-            if self.has_begun or (before is None and len(self._members) >= self._most):
+            if not is_there and self._num_here >= self._most:
                 raise BiremeError(
-                    f"The run has its {len(self._members)} machines, and takes no others. Start it again "
+                    f"The run has its {self._num_here} machines, and takes no others. Start it again "
                     "with a larger --machines."
                 )
-            if not is_there:
-                self._changed_s = now_s
-            is_own = public == self._own.public
-            self._members[public] = _Member(public, name, address, offer, now_s, is_own)
-            if not is_there:
-                count = f"{len(self._members)} of {self._wanted}"
-                self._tell(f"{name} ({address}) is here: {offer.sentence}. {count} machines are here.")
+            made = _Member(public, name, address, offer, now_s, public == self._own.public)
+            if before is not None:
+                made.phase, made.statuses = before.phase, before.statuses
+            self._members[public] = made
+            self._phases.come(public, name, offer.instance, now_s)
+            if before is not None and before.is_gone:
+                self._tell(f"{name} ({address}) is back.")
+            elif not is_there:
+                self._tell(f"{name} ({address}) is here: {offer.sentence}. {self._count}")
 
     @property
-    def _wanted(self) -> str:
-        return f"{self._least} to {self._most}" if self._least < self._most else str(self._most)
+    def _num_here(self) -> int:
+        return sum(not one.is_gone for one in self._members.values())
+
+    @property
+    def _count(self) -> str:
+        wanted = f"{self._least} to {self._most}" if self._least < self._most else str(self._most)
+        return f"{self._num_here} of {wanted} machines are here."
 
     def beat(
-        self, public: str, statuses: list[int] | None, lines: Sequence[tuple[str, str]]
+        self,
+        public: str,
+        port: int,
+        reports: Sequence[PhaseReport],
+        lines: Sequence[tuple[int, str, str]],
     ) -> dict[str, Any]:
-        """A machine says how it is, and learns how things are. If it was silent for too long before the run
-        began, it is to offer itself again. Raises a `BiremeError` if it is not admitted any more.
+        """A machine reports how it is, with a port that is free there, and gets the phases that it takes part
+        in. If it was silent for too long, it is to offer itself again. Raises a `BiremeError` if it is not
+        admitted any more.
         """
         name = self.admitted(public)
         with self._lock:
             one = self._members.get(public)
-            if one is None:
+            if one is None or one.is_gone:
                 return {"error": "", "is_known": False}
-            if one.is_gone:
-                self._tell(f"{name} ({one.address}) is back.")
-            one.seen_s, one.is_gone = time.monotonic(), False
-            for stream, text in lines:
+            now_s = one.seen_s = time.monotonic()
+            one.offer = replace(one.offer, port=port)
+            for phase, stream, text in lines:
                 if stream == "out" and self._run.as_json:
-                    self.documents.append(text)
+                    self._documents.setdefault(phase, []).append(text)
                 elif not one.is_own:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
-            if statuses is not None and one.statuses is None:
-                one.statuses = statuses
-                self._ended.append(max(statuses, default=0))
-            orders = None if one.orders is None or self.has_ended else asdict(one.orders)
-            is_over = self.has_ended
-            return {"error": "", "is_known": True, "orders": orders, "stops": self.stops, "is_over": is_over}
+            for report in reports:
+                self._note(one, report, now_s)
+            return {
+                "error": "",
+                "is_known": True,
+                "phases": [
+                    {
+                        "orders": asdict(self._orders[phase.number][public]),
+                        "goes": phase.goes,
+                        "end": phase.end,
+                        "switches": self._phases.following is not None,
+                    }
+                    for phase in self._phases.phases_of(public)
+                    if phase.number in self._orders
+                ],
+                "newest": self._phases.newest,
+                "is_over": self.has_ended,
+                "status": self.status,
+            }
 
-    def leave(self, public: str, instance: str) -> None:
-        """A machine is not there any more: it has left, or its line is cut."""
+    def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
+        if report.number >= one.phase:
+            one.phase = report.number
+            one.statuses = None if report.statuses is None else list(report.statuses)
+        if report.is_ready:
+            self._phases.note_ready(report.number, report.batch_s)
+        if report.progress is not None:
+            self._phases.note_progress(report.progress, now_s)
+        if report.statuses is not None:
+            self._phases.note_ended(report.number, one.public, report.statuses)
+
+    def leave(self, public: str, instance: str, *, for_good: bool = False) -> None:
+        """A machine is not there any more: it has left `for_good`, or its line is cut."""
         with self._lock:
             one = self._members.get(public)
-            if one is None or one.offer.instance != instance or one.is_gone or one.statuses is not None:
-                return
-            self._lose(one)
+            if one is not None and one.offer.instance == instance and not one.is_gone:
+                self._lose(one, for_good=for_good)
 
-    def _lose(self, one: _Member) -> None:
-        self._changed_s = time.monotonic()
-        if one.orders is None:
-            del self._members[one.public]
-            self._tell(
-                f"{one.name} ({one.address}) has left. {len(self._members)} of {self._wanted} are here."
-            )
-            return
+    def _lose(self, one: _Member, *, for_good: bool = False) -> None:
         one.is_gone = True
-        goes_on = (
-            "It may come back." if self._run.can_return else 'With sync.mode = "allreduce" the run ends.'
-        )
-        self._tell(f"{one.name} ({one.address}) is gone, or its line to the coordinator is. {goes_on}")
+        self._phases.lose(one.public, time.monotonic(), for_good=for_good)
+        if self.has_ended:
+            return
+        if not self.has_begun:
+            del self._members[one.public]
+            self._tell(f"{one.name} ({one.address}) has left. {self._count}")
+        elif for_good:
+            self._tell(f"{one.name} ({one.address}) has left.")
+        else:
+            self._tell(
+                f"{one.name} ({one.address}) is gone, or its line to the coordinator is. It may come back."
+            )
 
     def turn(self) -> None:
-        """Drop machines that are silent, begin the run if enough are there, and notice its end."""
+        """Drop machines that are silent, and decide which machines train."""
         with self._lock:
             now_s = time.monotonic()
             for one in tuple(self._members.values()):
-                if one.seen_s + _SEEN_S < now_s and not one.is_gone and one.statuses is None:
+                if one.seen_s + _SEEN_S < now_s and not one.is_gone:
                     self._lose(one)
-            num = len(self._members)
-            is_quiet = now_s - self._changed_s >= self._patience_s
-            if not self.has_begun and (num >= self._most or (num >= self._least and is_quiet)):
-                self._begin()
-            if self.has_begun and not self.has_ended:
-                is_running = any(not one.is_gone and one.statuses is None for one in self._members.values())
-                # Who has lost its line for a moment may still have the result.
-                is_settled = self._ended or not self._run.can_return
-                if not is_running and is_settled and now_s - self._changed_s > _SEEN_S * self._has_gone():
-                    self.has_ended = True
-
-    def _has_gone(self) -> bool:
-        return any(one.is_gone for one in self._members.values())
+            self._phases.turn(now_s)
+            for phase in self._phases.phases():
+                if phase.number not in self._orders:
+                    self._orders[phase.number] = self._orders_of(phase)
+            for sentence in self._phases.said():
+                self._tell(sentence)
 
     def end(self) -> None:
         """From now on every machine is told that the run has ended."""
-        self.has_ended = True
+        self._phases.is_over = True
 
-    def _begin(self) -> None:
-        self.has_begun = True
-        members = sorted(self._members.values(), key=lambda one: not one.is_own)  # the first serves the store
-        key, first, counts = new_key(), 0, [self._num_ranks(one.offer) for one in members]
+    def _orders_of(self, phase: RunPhase) -> dict[str, MachineOrders]:
+        """The orders of each machine in a new phase. The first one serves its store."""
+        members = [self._members[public] for public in phase.machines]
+        members.sort(key=lambda one: not one.is_own)
+        key, first, found = new_key(), 0, dict[str, MachineOrders]()
+        counts = [self._num_ranks(one, members) for one in members]
+        port, master = members[0].offer.port, members[0].address
         for number, (one, count) in enumerate(zip(members, counts, strict=True)):
-            one.orders = MachineOrders(
-                number, first, count, sum(counts), members[0].address, members[0].offer.port, key, self._run
+            found[one.public] = MachineOrders(
+                phase.number, number, first, count, sum(counts), master, port, key, self._run
             )
             first += count
-        names = ", ".join(one.name for one in members)
-        self._tell(f"The run begins on {len(members)} machines: {names}.")
-        self._tell(
-            "A machine may go and come back."
-            if self._run.can_return
-            else 'All machines must stay to the end (sync.mode = "allreduce"): if one goes, the run ends.'
-        )
+        return found
 
-    def _num_ranks(self, offer: MachineOffer) -> int:
+    def _num_ranks(self, one: _Member, members: Sequence[_Member]) -> int:
         """The processes to start there. If replicas may die, one starts the others."""
         if self._run.can_return:
             return 1
-        has_gpus = all(one.offer.devices for one in self._members.values())
         if self._run.workers is not None:
             return self._run.workers
-        return len(offer.devices) if self._run.uses_gpus and has_gpus else 1
+        has_gpus = all(other.offer.devices for other in members)
+        return len(one.offer.devices) if self._run.uses_gpus and has_gpus else 1
 
     def address_of(self, seen: str) -> str:
         """How the other machines reach the one that calls from that address."""
@@ -380,13 +443,10 @@ class GatheringListener:
                 case "offer":
                     gathering.take_offer(public, gathering.address_of(seen), asked["offer"])
                 case "beat":
-                    statuses = asked["statuses"]
-                    lines = [(str(stream), str(text)) for stream, text in asked["lines"]]
-                    return gathering.beat(
-                        public, None if statuses is None else list(map(int, statuses)), lines
-                    )
+                    reports, lines = _read(REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
+                    return gathering.beat(public, int(asked["port"]), reports, lines)
                 case _:
-                    gathering.leave(public, instance)
+                    gathering.leave(public, instance, for_good=True)
         except BiremeError as refusal:
             return {"error": str(refusal)}
         return {"error": ""}
@@ -396,7 +456,7 @@ def _read(adapter: TypeAdapter[Any], words: object) -> Any:
     try:
         return adapter.validate_python(words)
     except ValidationError:
-        raise BiremeError("The offer cannot be read. Use one version of Bireme on all machines.") from None
+        raise BiremeError("The request cannot be read. Use one version of Bireme on all machines.") from None
 
 
 def _printable(text: str) -> str:

@@ -5,18 +5,14 @@ killed while the run goes on. If the coordinator is away they go on, and this en
 """
 
 import json
-import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,8 @@ from bireme.machines.gathering import ORDERS, PURPOSE, MachineOffer, MachineOrde
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.line import Address, RequestLine, call_coordinator, check_between
 from bireme.machines.own_machine import MachineFacts
-from bireme.runtime.stores import KEY
+from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
+from bireme.train.joined_processes import JoinedProcesses
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S = 1.0, 0.1, 2.0, 5.0
 _NUM_CALLS = 3
@@ -41,20 +38,12 @@ _UNSURE = ("line", "ports", "large messages")
 """Checks of a line that may fail because one end is busy, and come out well the next time."""
 _ALONE_S = 60.0
 """How long a machine without running processes calls a coordinator that does not answer."""
+_KEEPER_S = 60.0
 _MOST_KILLS, _SHORT_S = 3, 60.0
 """So many launchers may be killed in a row that have lived for less than this."""
 _MOST_KEPT, _MOST_LETTERS = 10_000, 100_000
 """Lines to keep for a coordinator that is away, and letters to send it at once."""
 INTERRUPTED = 130
-_LAUNCH = (
-    "import sys; from bireme.runtime.board import die_with_parent; die_with_parent(int(sys.argv[1])); "
-    "sys.argv[:2] = ['bireme']; from bireme.cli.main import main; main()"
-)
-"""`bireme WORDS…` in a process that ends when this one does."""
-_FOREIGN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
-_FOREIGN_TOO = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
-"""Variables of another launcher, which do not hold for this run."""
-
 Out = Callable[[str, str], None]
 """Prints a line of a stream, "out" or "err"."""
 
@@ -97,77 +86,6 @@ def _place(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-class JoinedProcesses:
-    """The processes of `bireme train` on this machine; `show` gets each line that they print."""
-
-    def __init__(self, orders: MachineOrders, show: Out) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
-        path = Path(self._scratch.name, "run.toml")
-        path.write_text(orders.run.text)
-        words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
-        command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
-        self.since_s = time.monotonic()
-        self._readers = list[threading.Thread]()
-        self._processes = list[subprocess.Popen[str]]()
-        for place in range(orders.num_ranks):
-            process = subprocess.Popen(
-                command,
-                env=_variables(orders, place),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # a signal of the terminal comes once, passed on
-            )
-            self._processes.append(process)
-            for stream, name in ((process.stdout, "out"), (process.stderr, "err")):
-                reader = threading.Thread(target=_read_lines, args=(stream, name, show), daemon=True)
-                reader.start()
-                self._readers.append(reader)
-
-    def statuses(self) -> list[int] | None:
-        """How they ended, negative for a signal; None while one of them lives."""
-        found = [one.poll() for one in self._processes]
-        if None in found:
-            return None
-        for reader in self._readers:
-            reader.join(1.0)
-        return [status for status in found if status is not None]
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send all of them a signal."""
-        for one in self._processes:
-            one.send_signal(number)
-
-    def close(self) -> None:
-        """Kill those that are left."""
-        self.send_signal(signal.SIGKILL)
-        for one in self._processes:
-            one.wait()
-        self._scratch.cleanup()
-
-
-def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in (*_FOREIGN, *_FOREIGN_TOO)}
-    return kept | {
-        "RANK": str(orders.first + place),
-        "WORLD_SIZE": str(orders.size),
-        "LOCAL_RANK": str(place),
-        "GROUP_RANK": str(orders.number),
-        "MASTER_ADDR": orders.master,
-        "MASTER_PORT": str(orders.port),
-        KEY: orders.key,
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def _read_lines(stream: Any, name: str, show: Out) -> None:
-    with stream, suppress(ValueError):
-        for line in stream:
-            show(name, line.rstrip("\n"))
-
-
 class Attendance:
     """This machine in a run, from its call to the run's end."""
 
@@ -186,23 +104,20 @@ class Attendance:
         self._facts, self._name, self._tell, self._out = facts, name, tell, out
         self._line: RequestLine | None = None
         self._next_call_s = 0.0
-        self._reserved = socket.socket()
-        self._reserved.bind(("", 0))  # for the store of the run, until it is started
         names = [torch.cuda.get_device_name(number) for number in range(num_accelerators())]
-        self.offer = MachineOffer(
-            secrets.token_hex(8),
-            num_cores(),
-            available_bytes(),
-            tuple(names),
-            self._reserved.getsockname()[1],
-        )
-        self._lines = list[tuple[str, str]]()
+        self.offer = MachineOffer(secrets.token_hex(8), num_cores(), available_bytes(), tuple(names), 1)
+        self._reserve()
+        self._lines = list[tuple[int, str, str]]()
         """That the coordinator has not got yet."""
         self._wake = threading.Event()
         self._num_interrupts = 0
         self.orders: MachineOrders | None = None
-        self._processes: JoinedProcesses | None = None
-        self._is_stopping = False
+        """Those of the newest phase here."""
+        self._phases: dict[int, JoinedProcesses] = {}
+        self._num_kills = 0
+        self._keeper: KeeperProcess | None = None
+        self._keeper_address: KeeperAddress | None = None
+        self._keeper_is_there = threading.Event()
 
     def interrupt(self, *, is_urgent: bool) -> None:
         """Stop in order, or at once if it is the second urgent call."""
@@ -255,8 +170,10 @@ class Attendance:
             return self._run()
         finally:
             self._reserved.close()
-            if self._processes is not None:
-                self._processes.close()
+            for one in self._phases.values():
+                one.close()
+            if self._keeper is not None:
+                self._keeper.close()
             if self._line is not None:
                 with suppress(OSError, ValueError):
                     self._line.ask("leave")
@@ -267,82 +184,141 @@ class Attendance:
         return BiremeError(f"The line to the coordinator at {where} broke: {error}. Check it: bireme doctor")
 
     def _run(self) -> int:
-        heard_s, num_kills = time.monotonic(), 0
+        heard_s = time.monotonic()
         while True:
             if (status := self._interrupted()) is not None:
                 return status
-            statuses = None if self._processes is None else self._processes.statuses()
-            is_killed = statuses is not None and min(statuses) < 0 and self._may_return
-            answer = self._beat(None if is_killed else statuses)
-            heard_s = heard_s if answer is None else time.monotonic()
-            orders = None if answer is None else answer["orders"]
-            if answer is not None and answer["stops"]:
-                self._stop()
-            if statuses is not None and not is_killed:
-                is_told = answer is not None and not self._lines
-                if is_told or time.monotonic() - heard_s > _PARTING_S:
-                    return max(abs(status) for status in statuses)
-                self._wake.wait(_SOON_S)
-                continue
-            if answer is not None and answer["is_over"] and (self._processes is None or is_killed):
-                before = " before the run began" if self.orders is None else ""
-                self._tell(f"The coordinator has ended{before}.")
+            self._start_keeper()
+            if not self._restart_killed():
                 return 1
-            if is_killed and orders is not None:
-                assert self._processes is not None, "they were killed"
-                assert statuses is not None, "they were killed"
-                lived_s = time.monotonic() - self._processes.since_s
-                num_kills = num_kills + 1 if lived_s < _SHORT_S else 1
-                if num_kills >= _MOST_KILLS:
-                    self._tell(
-                        f"The launcher was killed {num_kills} times in a row: it is not started again."
-                    )
-                    self._beat(statuses)
+            answer = self._beat()
+            if answer is not None:
+                heard_s = time.monotonic()
+                self._follow(answer)
+            is_idle = all(one.statuses() is not None for one in self._phases.values())
+            if answer is not None and answer["is_over"] and is_idle:
+                if not answer["newest"]:
+                    self._tell("The coordinator has ended before the run began.")
                     return 1
-                self._tell(f"The launcher was killed by signal {-min(statuses)}. It is started again.")
-                self._start(orders)
-            elif self._processes is None and orders is not None:
-                self._start(orders)
-            is_idle = self._processes is None or is_killed
-            if is_idle and time.monotonic() - heard_s > _ALONE_S:
+                if self.orders is None:
+                    self._tell("The run has ended. This machine took no part in it.")
+                return int(answer["status"])
+            silent_s = time.monotonic() - heard_s
+            if is_idle and self._phases and silent_s > _PARTING_S:
+                return self._own_status
+            if is_idle and silent_s > _ALONE_S:
                 self._tell(f"The coordinator at {_place(self._address)} has not answered for {_ALONE_S:g} s.")
-                return 1
-            self._wake.wait(_BEAT_S)
+                return self._own_status
+            self._wake.wait(_SOON_S if self._is_changing else _BEAT_S)
             self._wake.clear()
 
     @property
+    def _own_status(self) -> int:
+        """The status of the newest phase here."""
+        found = self._phases[max(self._phases)].statuses() if self._phases else None
+        return max(map(abs, found), default=1) if found is not None else 1
+
+    @property
+    def _is_changing(self) -> bool:
+        """Whether another phase may begin at any time."""
+        return any((one.is_ready and not one.goes) or one.is_stopping for one in self._phases.values())
+
+    def _follow(self, answer: dict[str, Any]) -> None:
+        """Start, stop and end processes as the coordinator says."""
+        found = {ORDERS.validate_python(one["orders"]): one for one in answer["phases"]}
+        listed = {orders.phase for orders in found}
+        for number in [one for one in self._phases if one not in listed and one <= answer["newest"]]:
+            if answer["is_over"] and self._phases[number].goes and self._phases[number].statuses() is None:
+                continue  # the run ends, and so will they
+            self._phases.pop(number).close()
+        for orders, one in found.items():
+            if orders.phase not in self._phases:
+                self._start(orders)
+            processes = self._phases[orders.phase]
+            if one["goes"]:
+                processes.go()
+            if one["end"] == "stop":
+                processes.stop(switches=one["switches"])
+            elif one["end"] == "kill":
+                processes.kill()
+
+    def _restart_killed(self) -> bool:
+        """Start a launcher again that was killed, if its machine may return. False if it was killed too
+        often.
+        """
+        for one in tuple(self._phases.values()):
+            statuses = one.statuses()
+            if statuses is None or min(statuses) >= 0 or not self._may_return or one.is_stopping:
+                continue
+            is_short = time.monotonic() - one.since_s < _SHORT_S
+            self._num_kills = self._num_kills + 1 if is_short else 1
+            if self._num_kills >= _MOST_KILLS:
+                self._tell(
+                    f"The launcher was killed {self._num_kills} times in a row: it is not started again."
+                )
+                self._beat()
+                return False
+            self._tell(f"The launcher was killed by signal {-min(statuses)}. It is started again.")
+            one.close()
+            self._start(one.orders, one)
+            if one.goes:
+                self._phases[one.orders.phase].go()
+        return True
+
+    @property
     def _may_return(self) -> bool:
-        return not self._is_stopping and self.orders is not None and self.orders.run.can_return
+        return not self._num_interrupts and self.orders is not None and self.orders.run.can_return
 
     def _interrupted(self) -> int | None:
         """Act on interrupts; the exit status if nothing is left to do."""
         if not self._num_interrupts:
             return None
-        if self._processes is None or self._num_interrupts > 1:
+        training = [one for one in self._phases.values() if one.goes]
+        if not training or self._num_interrupts > 1:
             return INTERRUPTED
-        self._stop()
+        for one in training:
+            one.stop(switches=False)
         return None
 
-    def _stop(self) -> None:
-        if self._processes is not None and not self._is_stopping:
-            self._is_stopping = True
-            self._processes.send_signal(signal.SIGTERM)
+    def _start(self, orders: MachineOrders, before: JoinedProcesses | None = None) -> None:
+        self.orders = orders
+        if orders.port == self.offer.port:
+            self._reserved.close()
+            self._reserve()
+        show = partial(self._show, orders.phase)
+        self._phases[orders.phase] = JoinedProcesses(
+            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before
+        )
 
-    def _start(self, words: object) -> None:
-        self.orders = orders = ORDERS.validate_python(words)
-        self._reserved.close()
-        if self._processes is not None:
-            self._processes.close()
-        self._processes = JoinedProcesses(orders, self._show)
+    def _reserve(self) -> None:
+        """Keep a port free for the store of a phase, until that is started."""
+        self._reserved = socket.socket()
+        self._reserved.bind(("", 0))
+        self.offer = replace(self.offer, port=self._reserved.getsockname()[1])
 
-    def _show(self, stream: str, text: str) -> None:
+    # The keeper of second copies ends with the thread that has started it, so that is the one of `run`.
+
+    def _ask_keeper(self, bytes_per_s: float | None, timeout_s: float) -> KeeperAddress:
+        if self._keeper is None:
+            self._keeper = KeeperProcess(bytes_per_s, timeout_s)
+        self._wake.set()
+        if not self._keeper_is_there.wait(_KEEPER_S) or self._keeper_address is None:
+            raise BiremeError("The keeper of second copies does not start; the output above may say why.")
+        return self._keeper_address
+
+    def _start_keeper(self) -> None:
+        if self._keeper is not None and self._keeper_address is None:
+            self._keeper_address = self._keeper.started()
+            self._keeper_is_there.set()
+
+    def _show(self, phase: int, stream: str, text: str) -> None:
         self._out(stream, text)
         if len(self._lines) < _MOST_KEPT:
-            self._lines.append((stream, text[:_MOST_LETTERS]))
+            self._lines.append((phase, stream, text[:_MOST_LETTERS]))
 
-    def _beat(self, statuses: list[int] | None) -> dict[str, Any] | None:
+    def _beat(self) -> dict[str, Any] | None:
         """Tell the coordinator how things are; what it says, or None if it does not answer."""
-        num_letters = accumulate(len(text) for _, text in self._lines)
+        num_letters = accumulate(len(text) for *_, text in self._lines)
         num_lines = sum(1 for _ in takewhile(_MOST_LETTERS.__ge__, num_letters))
         lines = self._lines[:num_lines]
         try:
@@ -350,8 +326,8 @@ class Attendance:
                 self._call_again()
             if self._line is None:
                 return None
-            ended = None if statuses is None else [abs(status) for status in statuses]
-            answer = self._ask("beat", statuses=ended, lines=lines)
+            reports = [asdict(one.report()) for one in self._phases.values()]
+            answer = self._ask("beat", port=self.offer.port, phases=reports, lines=lines)
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")
                 self._ask("offer", offer=asdict(self.offer))
@@ -360,7 +336,7 @@ class Attendance:
             self._hang_up()
             return None
         except BiremeError:
-            if self._processes is not None:
+            if self._phases:
                 self._tell("The coordinator does not let this machine take part any more.")
             raise
         del self._lines[: len(lines)]

@@ -32,8 +32,9 @@ from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProc
 from bireme.runtime.copies.copier import CopyOrders
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
+from bireme.train.attended import Attended
 from bireme.train.export import has_ended
-from bireme.train.finishing import FinishedRun, finish
+from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.launching import (
     VISIBLE,
@@ -73,7 +74,7 @@ _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     """What the folder of a run has of its hosts: `began_s` is when it began, in seconds of the epoch. Once it
-    has ended, `reason` is why, after that many `steps`.
+    has ended, `reason` is why, after that many `steps`. `phase` is the number in a run of `bireme join`.
     """
 
     orders: Orders
@@ -81,6 +82,7 @@ class _UnderWay:
     began_s: float
     reason: str = ""
     steps: int = 0
+    phase: int = 0
 
 
 _UNDER_WAY = TypeAdapter(_UnderWay)
@@ -95,13 +97,14 @@ def host_orders(led: RunSetup, hosts_of_ranks: Sequence[int]) -> HostOrders:
 
 
 def meet_hosts(
-    orders: Orders, own: HostOrders, rank: int, talk: Announcements, keeper: HostKeeper
+    orders: Orders, own: HostOrders, place: Environment, talk: Announcements, keeper: HostKeeper
 ) -> LaunchHost | None:
     """Start the coordinator of this host, and learn where those of the others listen; likewise the keeper of
     second copies, which sends them to that of the next host. None if this process is not the launcher of its
     host.
     """
-    folder, number = orders.folder, own.hosts_of_ranks[rank]
+    folder, rank = orders.folder, place.rank
+    number = own.hosts_of_ranks[rank]
     if rank != own.launcher(number):
         return None
     _hold_host(own, number)
@@ -114,7 +117,7 @@ def meet_hosts(
         follower = talk.hear(f"keeper/{(number + 1) % len(hosts)}") if len(hosts) > 1 else None
         keeper.follow(None if follower is None else KeeperAddress(**follower))
     if number == 0:
-        _write_under_way(folder, _UnderWay(orders, hosts, time.time()))
+        _write_under_way(folder, _UnderWay(orders, hosts, time.time(), phase=place.phase))
     return _launch_host(own, number, folder, coordinator, hosts)
 
 
@@ -127,7 +130,7 @@ def under_way(
     before = _begun_before(environment, run_file, sets)
     found = None if before is None else _under_way_in(before[1])
     orders = None if found is None else found.orders.hosts
-    if found is None or found.reason or orders is None:
+    if found is None or found.reason or orders is None or found.phase != environment.phase:
         return None
     if len(orders.hosts_of_ranks) != environment.size:
         return None
@@ -249,10 +252,16 @@ class RunLostError(Exception):
 
 
 def train_on_host(
-    orders: Orders, own: HostOrders, host: LaunchHost, prepared: PreparedRun | None, keeper: HostKeeper
+    orders: Orders,
+    own: HostOrders,
+    host: LaunchHost,
+    prepared: PreparedRun | None,
+    keeper: HostKeeper,
+    attended: Attended | None,
 ) -> FinishedRun | None:
-    """Train the replicas of this host. If one of them leads at the end, write down what came of the run.
-    Raises a `RunLostError` if all replicas are lost and the run has second copies.
+    """Train the replicas of this host. If one of them leads at the end, write down what came of the run,
+    unless it goes on in another phase. Raises a `RunLostError` if all replicas are lost and the run has
+    second copies.
     """
     folder, run = orders.folder, orders.folder.load_run()
     start = orders.start_of(host.num_ranks, is_shown=True, census={})
@@ -300,10 +309,17 @@ def train_on_host(
         tell(host.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
+    if goes_on(attended, outcomes):
+        return None
     if prepared is None:
         with progress_bar("reading the run") as progress:
             prepared = prepared_before(run, folder, progress, is_alone=False)
     return finish(prepared, folder, outcomes)
+
+
+def goes_on(attended: Attended | None, outcomes: Sequence[Outcome]) -> bool:
+    """Whether a run that has stopped here goes on in another phase, which shows what comes of it."""
+    return attended is not None and first_of(outcomes).reason not in DONE and attended.is_switch()
 
 
 def _write_under_way(folder: RunFolder, found: _UnderWay) -> None:

@@ -30,11 +30,13 @@ from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
+from bireme.train.attended import Attended
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
     RunLostError,
+    goes_on,
     host_orders,
     how_it_ended_before,
     meet_hosts,
@@ -104,19 +106,20 @@ def join(
         if environment.has_own_output:
             tell(sentence)
         return None
-    with HostKeeper() as keeper:
+    attended = Attended.of(os.environ)
+    with HostKeeper(attended) as keeper:
         ends_s = None
         if (back := under_way(environment, run_file, sets)) is not None:
             with suppress(RunLostError):
-                return _on_host(*back, environment.rank, None, keeper)
-            ends_s = _lost()
+                return _on_host(*back, environment.rank, None, keeper, attended)
+            ends_s = _lost(environment)
         let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
         while True:
             try:
                 store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)
-                return _Joined(environment, store, keeper, anyway=anyway).go(run_file, sets, show)
+                return _Joined(environment, store, keeper, attended, anyway=anyway).go(run_file, sets, show)
             except RunLostError:
-                ends_s = _lost()
+                ends_s = _lost(environment)
             except dist.DistError as error:  # its text goes on with frames of C++
                 if ends_s is not None and time.monotonic() < ends_s:
                     time.sleep(_AGAIN_S)  # the first host may be one that is to be started again
@@ -126,8 +129,12 @@ def join(
                 raise SystemExit(1) from None
 
 
-def _lost() -> float:
-    """Print how the run goes on. Returns until when its hosts may come (`time.monotonic`)."""
+def _lost(environment: Environment) -> float:
+    """Print how the run goes on. Returns until when its hosts may come (`time.monotonic`). In a run of
+    `bireme join` this process ends: another phase begins, over the machines that are there.
+    """
+    if environment.phase:
+        raise SystemExit(1)
     tell(
         "The run goes on from its second copies, or from its newest checkpoint, once all of its hosts are "
         "there. If bireme train has ended on a host, start it there again in the same way as before."
@@ -141,11 +148,12 @@ def _on_host(
     rank: int,
     prepared: PreparedRun | None,
     keeper: HostKeeper,
+    attended: Attended | None,
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
     assert orders.hosts is not None, "replicas may die"
     if host is not None:
-        return train_on_host(orders, orders.hosts, host, prepared, keeper)
+        return train_on_host(orders, orders.hosts, host, prepared, keeper, attended)
     wait_for_launcher(orders.hosts, rank)
     return None
 
@@ -156,9 +164,17 @@ class _Joined:
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     """
 
-    def __init__(self, environment: Environment, store: Store, keeper: HostKeeper, *, anyway: bool) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        store: Store,
+        keeper: HostKeeper,
+        attended: Attended | None,
+        *,
+        anyway: bool,
+    ) -> None:
         self.place = environment.rank
-        self._keeper = keeper
+        self._keeper, self._attended = keeper, attended
         self._anyway = anyway
         self._environment = environment
         self._store = store
@@ -192,13 +208,14 @@ class _Joined:
             if not status and orders is not None:
                 set_encryption(orders.folder.load_run().links.encrypt)
             if not status and orders is not None and orders.hosts is not None:
-                host = meet_hosts(orders, orders.hosts, rank, self._talk, self._keeper)
+                host = meet_hosts(orders, orders.hosts, self._environment, self._talk, self._keeper)
         if status:
             raise SystemExit(status)
         if orders is None:
             return None
         if orders.hosts is not None:
-            return _on_host(orders, host, rank, None if led is None else led.prepared, self._keeper)
+            prepared = None if led is None else led.prepared
+            return _on_host(orders, host, rank, prepared, self._keeper, self._attended)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
         if led is None:
@@ -208,7 +225,8 @@ class _Joined:
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        return finish(led.prepared, led.folder, TypeAdapter(list[Outcome]).validate_python(outcomes))
+        found = TypeAdapter(list[Outcome]).validate_python(outcomes)
+        return None if goes_on(self._attended, found) else finish(led.prepared, led.folder, found)
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
@@ -229,7 +247,8 @@ class _Joined:
             asked = load_asked(run_file, sets)
             kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
             keepers = [KeeperAddress(**one) for one in kept if one is not None]
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers)
+            wait = None if self._attended is None else self._attended.wait_to_train
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers, wait)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)

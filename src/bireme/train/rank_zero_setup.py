@@ -18,7 +18,7 @@ from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan import Plan, servers_of_places
-from bireme.plan.plan_file import write_plan
+from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.widths import ANY
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
@@ -28,7 +28,7 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
-from bireme.train.plan_search import RECORDED
+from bireme.train.plan_search import RECORDED, chooses_batch, with_batch_of
 from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
@@ -161,7 +161,7 @@ class RunSetup:
     @property
     def step(self) -> int:
         """The step to go on after."""
-        return 0 if self.checkpoint is None else self.checkpoint.manifest.step
+        return _step_of(self.checkpoint)
 
 
 def set_up_run(
@@ -171,11 +171,13 @@ def set_up_run(
     ask_servers: Callable[[str, list[int]], list[str]],
     tell: Callable[[str], None],
     keepers: Sequence[KeeperAddress] = (),
+    wait: Callable[[float | None], None] | None = None,
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
-    `keepers` hold second copies of an earlier start.
+    `keepers` hold second copies of an earlier start. In a run of `bireme join`, `wait` takes the predicted
+    seconds of a batch, and returns once the phase before this one has ended: only then its state is read.
     """
     started = nodes
     if asked.sync.is_coordinated:
@@ -186,22 +188,26 @@ def set_up_run(
     if begun is not None:
         begun.restore(tell)
         check_finds_checkpoints(named, begun)
-    checkpoint, number = None, 0
-    if begun is not None:
-        checkpoint, number = newest_state(begun.checkpoints(named), keepers, named, on_bad=tell)
-        at = 0 if checkpoint is None else checkpoint.manifest.step
-        if has_ended(named, begun, at):
-            tell(f"{begun.path} has finished its {named.training.steps} steps. To train further, set more.")
-            return None
-        check_rate(named, begun, at, tell)
-        _check_progress(begun, at)
-        source = "" if checkpoint is None or checkpoint.copies is None else ", from second copies"
-        tell(f"{begun.path} resumes after step {at} of {named.training.steps}{source}.")
+    follows = wait is not None and begun is not None and environment.phase > 1
+    state = None
+    if not follows and (state := _newest(named, begun, environment, keepers, tell)) is None:
+        return None
     device = _device(named, nodes)
     counts = [len(members) for members in nodes.values()]
     cluster = _cluster(named, nodes, device, ask_servers(device, counts), tell)
     settled = _settled(named, nodes, device, cluster)
-    if begun is not None and _is_for(begun, settled, cluster):
+    is_same = begun is not None and _is_for(begun, settled, cluster)
+    begins = state is None or state.checkpoint is None
+    prepared = None if is_same else _planned_anew(settled, cluster, begun, begins=begins)
+    if wait is not None:
+        plan = load_plan(begun.plan) if prepared is None and begun is not None else None
+        known = plan if prepared is None else prepared.plan
+        wait(None if known is None or known.forecast is None else known.forecast.batch_s)
+    if state is None and (state := _newest(named, begun, environment, keepers, tell)) is None:
+        return None
+    checkpoint = state.checkpoint
+    if prepared is None:
+        assert begun is not None, "it was begun on these devices"
         folder = begun
         with progress_bar("preparing") as progress:
             again = _with_source(settled, cluster, begun.cluster)
@@ -211,9 +217,9 @@ def set_up_run(
             write_plan(folder.plan, prepared.plan)
             folder.record()
     else:
-        prepared, folder = _prepared_anew(settled, cluster, begun, checkpoint, tell)
+        prepared, folder = _written(prepared, settled, cluster, begun, checkpoint, tell)
     if begun is not None:
-        count_start(begun, at)
+        count_start(begun, _step_of(checkpoint))
     ranks = ranks_on(prepared.machines.cluster, nodes)
     places = places_in(prepared.plan.plan, prepared.machines.cluster, ranks)
     idle = ", ".join(str(rank) for rank in sorted(set(ranks) - set(places)))
@@ -221,8 +227,43 @@ def set_up_run(
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    copies = start_name(number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
+    copies = start_name(state.number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
     return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewestState:
+    """What a run goes on from, if anything; `number` is that of its next start."""
+
+    checkpoint: Checkpoint | None
+    number: int
+
+
+def _newest(
+    run: RunFile,
+    begun: RunFolder | None,
+    environment: Environment,
+    keepers: Sequence[KeeperAddress],
+    tell: Callable[[str], None],
+) -> _NewestState | None:
+    """The newest state of a run; None if it has done all its steps."""
+    if begun is None:
+        return _NewestState(None, 0)
+    checkpoint, number = newest_state(begun.checkpoints(run), keepers, run, on_bad=tell)
+    at = _step_of(checkpoint)
+    if has_ended(run, begun, at):
+        tell(f"{begun.path} has finished its {run.training.steps} steps. To train further, set more.")
+        return None
+    check_rate(run, begun, at, tell)
+    if environment.phase < 2:  # `bireme coordinate` bounds the phases that fail
+        _check_progress(begun, at)
+    source = "" if checkpoint is None or checkpoint.copies is None else ", from second copies"
+    tell(f"{begun.path} resumes after step {at} of {run.training.steps}{source}.")
+    return _NewestState(checkpoint, number)
+
+
+def _step_of(checkpoint: Checkpoint | None) -> int:
+    return 0 if checkpoint is None else checkpoint.manifest.step
 
 
 def has_copies(run: RunFile, width: int, started: Nodes) -> bool:
@@ -344,26 +385,39 @@ def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
     return folder if folder.path.is_dir() and is_own else None
 
 
-def _prepared_anew(
+def _planned_anew(
+    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, *, begins: bool
+) -> PreparedRun:
+    """The run with a new plan; nothing is written yet."""
+    if begun is not None and begun.is_begun and chooses_batch(run):
+        # It keeps the batch that it has chosen.
+        plan = run.plan.model_copy(update={"largest_batch": None})
+        run = with_batch_of(run, begun.load_run()).model_copy(update={"plan": plan})
+    with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
+        path = Path(scratch) / "cluster.toml"
+        if cluster is not None:
+            save_cluster(cluster, path)
+        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False, begins=begins)
+    return _on_hosts(prepared)
+
+
+def _written(
+    prepared: PreparedRun,
     run: RunFile,
     cluster: Cluster | None,
     begun: RunFolder | None,
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
 ) -> tuple[PreparedRun, RunFolder]:
-    """The run with a new plan, and its folder with all that the other processes read."""
-    with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
-        path = Path(scratch) / "cluster.toml"
-        if cluster is not None:
-            save_cluster(cluster, path)
-        begins = checkpoint is None
-        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False, begins=begins)
-    prepared = _on_hosts(prepared)
+    """The run with its folder, which has all that the other processes read."""
     if checkpoint is not None and begun is not None:
-        check_same_run(checkpoint, begun, run, prepared.graph, prepared.data, prepared.identity, tell)
+        check_same_run(
+            checkpoint, begun, prepared.run, prepared.graph, prepared.data, prepared.identity, tell
+        )
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
     chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
-    prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster))
+    initial = prepared.initial if checkpoint is None else None
+    prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster), initial=initial)
     write_prepared(prepared, folder, checkpoint)
     return prepared, folder
 

@@ -27,6 +27,7 @@ from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
+from bireme.train.attended import phase_of
 from bireme.train.folder import RunFolder
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
@@ -138,7 +139,7 @@ class Environment:
 
     `job` is the same for all restarts of a run. `may_restart` is whether the launcher starts the processes
     again if one fails, and `is_restart` whether it has done so. `has_own_output` is whether people may see
-    what this process prints apart from what rank 0 prints.
+    what this process prints apart from what rank 0 prints. `phase` is that of `bireme join`, 0 elsewhere.
     """
 
     rank: int
@@ -149,6 +150,7 @@ class Environment:
     may_restart: bool
     is_restart: bool
     has_own_output: bool
+    phase: int = 0
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Environment":
@@ -171,6 +173,7 @@ class Environment:
             may_restart=variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
             is_restart=variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             has_own_output=rank == 0 or is_first_of_host,
+            phase=phase_of(variables),
         )
 
 

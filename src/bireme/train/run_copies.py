@@ -18,11 +18,13 @@ from bireme.runtime.copies.keeper import (
     KeeperAddress,
     KeeperProcess,
     KeptShard,
+    follow,
     newest_of,
     shards_at,
 )
 from bireme.runtime.copies.versions import CopyVersion
 from bireme.runtime.snapshot import Snapshot
+from bireme.train.attended import Attended
 from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, newest_good, step_of
 from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, Manifest, TensorEntry, plain_extra
 from bireme.train.run_file import RunFile
@@ -32,6 +34,7 @@ _READY = 2.0**-14
 _MOST_PAUSE = 0.02
 """Of a run's time at most that it waits while tensors are copied."""
 _META = "meta"
+_FOLLOW_S = 10.0
 
 
 class RunCopies:
@@ -141,25 +144,34 @@ def checkpoint_of(source: CopySource, shards: Mapping[int, Sequence[KeptShard]])
 
 
 class HostKeeper:
-    """The keeper that this process starts for the ranks of its host, in all starts of the run."""
+    """The keeper that this process starts for the ranks of its host, in all starts of the run. If `bireme
+    join` has started this process, it starts the keeper, which holds copies from phase to phase.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, attended: Attended | None = None) -> None:
+        self._attended = attended
         self._process: KeeperProcess | None = None
         self._num_starts = 0
         """Of a run that has all of its ranks on this host."""
 
     def started(self, run: RunFile) -> KeeperAddress:
         """Where it listens."""
+        if self._attended is not None:
+            return self._attended.keeper(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
         self._process = self._process or KeeperProcess(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
         return self._process.started()
 
     @property
     def address(self) -> KeeperAddress | None:
         """Where it listens, if it was started."""
+        if self._attended is not None:
+            return self._attended.kept()
         return None if self._process is None else self._process.started()
 
     def follow(self, follower: KeeperAddress | None) -> None:
         """Send copies to the keeper of another host."""
+        if (own := None if self._attended is None else self._attended.kept()) is not None:
+            follow(own, follower, _FOLLOW_S)
         if self._process is not None:
             self._process.follow(follower)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -133,6 +133,13 @@ def shards_at(keepers: Sequence[KeeperAddress], timeout_s: float, *, checks: boo
         return tuple(one for own in threads.map(listed, keepers) for one in own)
 
 
+def follow(keeper: KeeperAddress, follower: KeeperAddress | None, timeout_s: float) -> None:
+    """Have a keeper send copies to another one from now on. Raises an `OSError` if it does not answer."""
+    with talk_to(keeper, timeout_s) as talk:
+        talk.say({"do": "follow", "follower": None if follower is None else asdict(follower)})
+        talk.hear()
+
+
 NUM_SHARDS = "num_shards"
 """In the words of a shard: how many shards its version has."""
 
@@ -204,13 +211,18 @@ class Keeper:
             try:
                 asked = talk.hear()
                 act = {"keep": self._keep, "hold": self._hold, "list": self._list, "read": self._read}
-                act[asked["do"]](talk, asked)
+                (act | {"follow": self._follow})[asked["do"]](talk, asked)
             except BiremeError as error:
                 talk.say({"error": str(error)})
 
     def _of(self, shard: int) -> _Held:
         with self._lock:
             return self._held.setdefault(shard, _Held())
+
+    def _follow(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        """Send copies to another keeper from now on, or to none."""
+        self.follower = None if asked["follower"] is None else KeeperAddress(**asked["follower"])
+        talk.say({})
 
     def _keep(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
         """Take a version from a rank of this host, and send it on."""

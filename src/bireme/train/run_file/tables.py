@@ -252,6 +252,16 @@ class Sync(Table):
     )
 
 
+class Elastic(Table):
+    """`[elastic]`."""
+
+    patience_s: Seconds = Field(
+        default=30.0,
+        description="In a run of `bireme coordinate`: how long a machine must have come or gone before the "
+        "run is planned again over the machines that are there",
+    )
+
+
 class Checkpoints(Table):
     """`[checkpoint]`."""
 
@@ -356,6 +366,7 @@ class Tables(Table):
     )
     cluster: ClusterTable = Field(default_factory=ClusterTable, description="The machines and devices.")
     sync: Sync = Field(default_factory=Sync, description="How replicas agree on the weights.")
+    elastic: Elastic = Field(default_factory=Elastic, description="Machines that come and go.")
     checkpoint: Checkpoints = Field(
         default_factory=Checkpoints, description="Checkpoints, from which a run resumes."
     )

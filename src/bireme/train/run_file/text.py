@@ -288,6 +288,7 @@ def _more(table: str) -> Iterator[str]:
         "links": "[codecs.md](codecs.md) explains codecs, [machines.md](machines.md) encryption.",
         "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
+        "elastic": "[machines.md](machines.md#machines-that-come-and-go) explains phases.",
         "sync": "[agreement.md](agreement.md) explains the modes, [replicas.md](replicas.md) quorum, "
         "[gradient-codecs.md](gradient-codecs.md) codecs of sums.",
     }

@@ -1,0 +1,222 @@
+"""The processes of one phase on a machine that takes part in a run of `bireme coordinate`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bireme.machines.gathering import MachineOrders, PhaseReport
+from bireme.machines.phases import PhaseProgress
+from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.stores import KEY
+from bireme.train.attended import PHASE, SOCKET, serve_attended
+from bireme.train.folder import RunFolder
+from bireme.train.run_file import load_run_file
+
+_LAUNCH = (
+    "import sys; from bireme.runtime.board import die_with_parent; die_with_parent(int(sys.argv[1])); "
+    "sys.argv[:2] = ['bireme']; from bireme.cli.main import main; main()"
+)
+"""`bireme WORDS…` in a process that ends when this one does."""
+_FOREIGN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
+_FOREIGN_TOO = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
+"""Variables of another launcher, which do not hold for this run."""
+
+Show = Callable[[str, str], None]
+"""Gets a line of a stream, "out" or "err"."""
+Keepers = Callable[[float | None, float], KeeperAddress]
+"""Starts the keeper of second copies of this machine, if it was not started yet."""
+
+
+class JoinedProcesses:
+    """The processes of `bireme train` on this machine; `show` gets each line that they print. `keeper` and
+    `kept` give the keeper of this machine, `notice` is called when there is news. `before` are those of the
+    same phase that were killed.
+    """
+
+    def __init__(
+        self,
+        orders: MachineOrders,
+        show: Show,
+        keeper: Keepers,
+        kept: Callable[[], KeeperAddress | None],
+        notice: Callable[[], None],
+        before: "JoinedProcesses | None" = None,
+    ) -> None:
+        self.orders = orders
+        self.is_ready = self.is_stopping = False
+        self.batch_s: float | None = None
+        """Predicted seconds of a batch, once this phase is ready; only where its rank 0 is."""
+        self._keeper, self._kept, self._notice = keeper, kept, notice
+        self._goes, self._switches = threading.Event(), False
+        self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
+        path = Path(self._scratch.name, "run.toml")
+        path.write_text(orders.run.text)
+        self._log = _LogTail(path) if before is None else before._log
+        words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
+        command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
+        self.since_s = time.monotonic()
+        self._readers = list[threading.Thread]()
+        self._processes = list[subprocess.Popen[str]]()
+        self._here, there = serve_attended(self._answer)
+        with there:
+            for place in range(orders.num_ranks):
+                is_first = not place
+                process = subprocess.Popen(
+                    command,
+                    env=_variables(orders, place) | ({SOCKET: str(there.fileno())} if is_first else {}),
+                    pass_fds=(there.fileno(),) if is_first else (),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # a signal of the terminal comes once, passed on
+                )
+                self._processes.append(process)
+                for stream, name in ((process.stdout, "out"), (process.stderr, "err")):
+                    reader = threading.Thread(target=_read_lines, args=(stream, name, show, notice))
+                    reader.daemon = True
+                    reader.start()
+                    self._readers.append(reader)
+
+    def statuses(self) -> list[int] | None:
+        """How they ended, negative for a signal; None while one of them lives."""
+        found = [one.poll() for one in self._processes]
+        if None in found:
+            return None
+        for reader in self._readers:
+            reader.join(1.0)
+        return [status for status in found if status is not None]
+
+    def go(self) -> None:
+        """Let them load state and train."""
+        if not self._goes.is_set():
+            self._log.begin()
+            self._goes.set()
+
+    @property
+    def goes(self) -> bool:
+        """Whether they may train."""
+        return self._goes.is_set()
+
+    def report(self) -> PhaseReport:
+        """How they are, and what the log of the run has of this phase."""
+        number, statuses = self.orders.phase, self.statuses()
+        progress = self._log.progress(number) if self.goes else None
+        ended = None if statuses is None else tuple(statuses)
+        return PhaseReport(number, ended, self.is_ready, self.batch_s, progress)
+
+    def stop(self, *, switches: bool) -> None:
+        """Stop them in order; `switches` is whether another phase follows."""
+        self._switches = self._switches or switches
+        if not self.is_stopping:
+            self.is_stopping = True
+            self._send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill those that are left."""
+        self.is_stopping = True
+        self._send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill those that are left, and wait for their ends."""
+        self._goes.set()
+        self.kill()
+        for one in self._processes:
+            one.wait()
+        self._here.close()
+        self._scratch.cleanup()
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        for one in self._processes:
+            one.send_signal(number)
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What a process is told that asks."""
+        match asked["do"]:
+            case "ready":
+                self.batch_s, self.is_ready = asked["batch_s"], True
+                self._notice()
+                self._goes.wait()
+                return {}
+            case "switches":
+                return {"is_switch": self._switches}
+            case "keeper":
+                return asdict(self._keeper(asked["bytes_per_s"], asked["timeout_s"]))
+        found = self._kept()
+        return {"address": None} if found is None else asdict(found)
+
+
+class _LogTail:
+    """What the log of a run says of the phase that trains, read as it grows."""
+
+    def __init__(self, run_file: Path) -> None:
+        run = load_run_file(run_file)
+        assert run.log.name is not None, "the coordinator gives the run a name"
+        self._path = RunFolder(Path(run.log.folder) / run.log.name).metrics
+        self._offset: int | None = None
+        self._rest = b""
+        self._begun: tuple[int, float] | None = None
+        """The step after which the phase begins, and the time of the run then."""
+        self._last: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        """From here on the log is of this phase."""
+        if self._offset is None:
+            self._offset = self._path.stat().st_size if self._path.is_file() else 0
+
+    def progress(self, phase: int) -> PhaseProgress | None:
+        """How far the phase has come."""
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset or 0)
+            found = self._rest + file.read()
+            self._offset = file.tell()
+            *lines, self._rest = found.split(b"\n")
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    self._take(json.loads(line))
+        if self._begun is None or self._last is None or self._first is None:
+            return None
+        num = self._last[0] - self._first[0]
+        batch_s = (self._last[1] - self._first[1]) / num if num > 0 else None
+        return PhaseProgress(phase, self._begun[0], self._last[0], batch_s)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        found = int(record["step"]), float(record["time_s"])
+        if record["kind"] == "start":
+            self._begun, self._first, self._last = found, None, None
+        elif record["kind"] == "train" and self._begun is not None:
+            self._first, self._last = self._first or found, found
+
+
+def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in (*_FOREIGN, *_FOREIGN_TOO)}
+    return kept | {
+        "RANK": str(orders.first + place),
+        "WORLD_SIZE": str(orders.size),
+        "LOCAL_RANK": str(place),
+        "GROUP_RANK": str(orders.number),
+        "MASTER_ADDR": orders.master,
+        "MASTER_PORT": str(orders.port),
+        KEY: orders.key,
+        PHASE: str(orders.phase),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _read_lines(stream: Any, name: str, show: Show, notice: Callable[[], None]) -> None:
+    with stream, suppress(ValueError):
+        for line in stream:
+            show(name, line.rstrip("\n"))
+    notice()  # the process ends

@@ -1,0 +1,119 @@
+"""`bireme coordinate` over machines that come and go: the run is planned again over those that are there."""
+
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bireme.sync.coordinator.ledger_check import check_ledger
+from tests.support.extent import TRY_ALL
+from tests.support.training import GPT, Running, metrics, settings, write_run
+from tests.train.test_train_joined import closing, command, coordinating, ended, lines_of
+
+pytestmark = pytest.mark.slow
+_ALL_ONLY = pytest.mark.skipif(not TRY_ALL, reason="three machines for half a minute: make test-all")
+PACED = "tests.support.paced_samples:paced"
+PACE_S = 0.02
+LARGER = "gpt:layers=4,width=64,heads=2,vocab=257,context=32"
+"""Large enough that a third stage is predicted to save time."""
+
+
+def planned(folder: Path, mode: str, *more: str, model: str = GPT, data: str = PACED) -> Path:
+    """A run that is planned for the machines that are there, one process each."""
+    path = write_run(folder, "1f1b", 1, model=model, data=data)
+    text = re.sub(r'file = ".*"\n', "micro_batch = 2\n", path.read_text())
+    lines = ("[elastic]", "patience_s = 2.0", f'[sync]\nmode = "{mode}"', *more)
+    path.write_text(text + "\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def joining(folder: Path, stack: ExitStack, red: Running, *names: str) -> dict[str, Running]:
+    lines = lines_of(red, len(names))
+    found = {
+        name: command(folder, name, *words, "--name", name, pace_s=PACE_S)
+        for name, words in zip(names, lines, strict=True)
+    }
+    closing(stack, *found.values())
+    return found
+
+
+def test_a_run_of_two_machines_that_loses_one_goes_on_and_ends(tmp_path: Path) -> None:
+    """One machine is left, which goes on from the newest checkpoint."""
+    run, more = planned(tmp_path, "allreduce"), settings(training__steps=40)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
+        blue = joining(tmp_path, stack, red, "blue")["blue"]
+        red.wait_for_step(5)
+        blue.kill_all()
+        status, _, said = ended(red)
+    assert status == 0, said
+    assert "blue (127.0.0.1) is gone" in said
+    starts = metrics(tmp_path / "runs" / "run", "start")
+    assert [one["num_stages"] for one in starts] == [2, 1]
+    assert starts[1]["step"] in range(4, 40, 4)
+    assert metrics(tmp_path / "runs" / "run", "stop")[-1]["reason"] == "finished"
+
+
+@_ALL_ONLY
+def test_a_pipeline_of_three_machines_goes_on_over_two(tmp_path: Path) -> None:
+    run = planned(tmp_path, "allreduce")
+    more = settings(training__steps=40, checkpoint__every_steps=5)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, "--machines", "3", *more, pace_s=PACE_S))
+        others = joining(tmp_path, stack, red, "blue", "green")
+        red.wait_for_step(12)
+        others["blue"].kill_all()
+        found = [ended(one) for one in (red, others["green"])]
+    assert [status for status, *_ in found] == [0, 0], found
+    said = found[0][2]
+    assert "Phase 2 is prepared on 2 machines" in said
+    assert "Phase 2 trains" in said
+    starts = metrics(tmp_path / "runs" / "run", "start")
+    assert [one["num_stages"] for one in starts] == [3, 2]
+    assert starts[1]["step"] >= 10
+
+
+@_ALL_ONLY
+def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path) -> None:
+    """Its phase is prepared beside the one that trains."""
+    run = planned(tmp_path, "allreduce", model=LARGER, data="")
+    more = settings(training__steps=1_000_000, training__batch_size=16)
+    with ExitStack() as stack:
+        words = ("--machines", "2..3", "--wait", "1")
+        (red,) = closing(stack, coordinating(tmp_path, run, *words, *more))
+        blue_line, green_line = lines_of(red, 2)
+        (blue,) = closing(stack, command(tmp_path, "blue", *blue_line, "--name", "blue"))
+        red.wait_for_step(3)
+        (green,) = closing(stack, command(tmp_path, "green", *green_line, "--name", "green"))
+        red.wait_for_words("Phase 2 trains")
+        red.process.send_signal(signal.SIGINT)
+        found = [ended(one) for one in (red, blue, green)]
+    assert [status for status, *_ in found] == [0, 0, 0], found
+    assert "Phase 2 is prepared on 3 machines beside phase 1, which goes on" in found[0][2]
+    log = metrics(tmp_path / "runs" / "run")
+    first, second = (number for number, one in enumerate(log) if one["kind"] == "start")
+    assert (log[first]["num_stages"], log[second]["num_stages"]) == (2, 3)
+    trained = [one["step"] for one in log[:second] if one["kind"] == "train"]
+    assert log[second]["step"] == trained[-1]
+
+
+@_ALL_ONLY
+def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_path: Path) -> None:
+    run = planned(tmp_path, "quorum")
+    free = settings(plan__width=1, memory__copies=1, checkpoint__every_steps=0, sync__lease_s=4.0)
+    with ExitStack() as stack:
+        more = (*settings(training__steps=400), *free)
+        (red,) = closing(stack, coordinating(tmp_path, run, "--machines", "3", *more, pace_s=PACE_S))
+        others = joining(tmp_path, stack, red, "blue", "green")
+        red.wait_for_step(20)
+        others["blue"].kill_all()
+        found = [ended(one) for one in (red, others["green"])]
+    assert [status for status, *_ in found] == [0, 0], found
+    assert "from second copies" in found[0][2]
+    folder = tmp_path / "runs" / "run"
+    starts = metrics(folder, "start")
+    assert [one["num_stages"] for one in starts] == [3, 2]
+    assert starts[1]["step"] > 0
+    assert check_ledger(folder / "ledger.jsonl").is_whole
