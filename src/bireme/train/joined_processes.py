@@ -61,7 +61,7 @@ class JoinedProcesses:
         self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
         path = Path(self._scratch.name, "run.toml")
         path.write_text(orders.run.text)
-        self._log = _LogTail(path) if before is None else before._log
+        self._log: _LogTail = _LogTail(path) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
         command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         self.since_s = time.monotonic()
