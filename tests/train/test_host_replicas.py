@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 from unittest.mock import Mock
 
 import pytest
@@ -188,7 +187,7 @@ def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
     monkeypatch.setattr(rank_zero_setup, "write_plan", lambda _path, plan: written.append(plan))
     monkeypatch.setattr(RunFolder, "record", lambda _folder: None)
     monkeypatch.setattr(rank_zero_setup, "count_start", Mock(side_effect=InterruptedError))
-    environment = cast(Environment, SimpleNamespace(job=None, may_restart=False, is_restart=False))
+    environment = Environment.of({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(InterruptedError):
         rank_zero_setup.set_up_run(environment, run, launchers(0, 0), lambda *_: [], lambda _text: None)
     assert [one.plan.devices for one in written] == [(("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))]
