@@ -25,6 +25,8 @@ from tests.support.patience import patience_s
 from tests.support.together import run_threads
 from tests.support.training import Running, losses, settings, write_run
 from tests.train.test_train_replica_hosts import (
+    LEASE_S,
+    PACE_S,
     TIMEOUT_SHARE,
     free_port,
     on_host,
@@ -36,10 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 UNTIED = "gpt:layers=2,width=16,heads=2,vocab=257,context=32,tied=false"
 NUM_HOSTS, DEPTH = 4, 2
-PACE_S = 0.2
-"""While a test waits for leases to end, few steps are trained."""
 MORE_STEPS = 8
-LEASE_SHARE = 0.05
 
 
 class Hosts:
@@ -62,7 +61,7 @@ class Hosts:
         document["plan"]["width"] = NUM_HOSTS // depth
         plan.write_text(json.dumps(document))
         text = path.read_text().replace(f"workers = {depth}", "workers = 1")
-        path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_SHARE * patience_s()}\n')
+        path.write_text(f'{text}\n[sync]\nmode = "{mode}"\nlease_s = {LEASE_S}\n')
         self._machines = machines
         self._stack, self._words, self._port = stack, [str(path), "--json", *words], str(free_port())
         self.launchers = dict[int, Running]()
