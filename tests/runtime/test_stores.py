@@ -21,6 +21,7 @@ from bireme.runtime.stores import (
 )
 from bireme.runtime.world import World
 from tests.support.patience import patience_s
+from tests.support.ports import free_port
 from tests.support.together import run_threads
 
 LOCALHOST = "127.0.0.1"
@@ -123,8 +124,7 @@ def test_a_request_that_makes_no_sense_changes_nothing_and_the_store_goes_on(
 def test_a_store_named_by_the_environment_is_served_by_rank_0_and_asks_for_the_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server((LOCALHOST, 0)) as probe:
-        port: int = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("BIREME_KEY", "secret")
 
     def join(rank: int) -> bytes:

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.torchrun_runs import torchrun_train
 from tests.support.training import losses, write_run
 
@@ -46,8 +46,6 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
     torchrun.parent.mkdir()
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     model, data = f"python:{SAMPLES}:regression", f"{SAMPLES}:regressed"
     run_file = write_run(tmp_path, "1f1b", 1, model=model, data=data)
     script = [str(EXAMPLES / "torchrun.sh"), str(run_file), "127.0.0.1", "1", "0"]
@@ -57,7 +55,7 @@ def test_the_torchrun_script_trains(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "PORT": port, "PATH": path, "PROCESSES": "1"},
+        env={**os.environ, "PORT": str(free_port()), "PATH": path, "PROCESSES": "1"},
     ).stdout.splitlines()
 
     command = said.index("--no-python")

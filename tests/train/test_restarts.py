@@ -90,6 +90,7 @@ def test_a_mistake_of_the_user_is_not_tried_again_before_anything_counts(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_survives_being_suspended_and_the_death_of_all_its_replicas_at_once(tmp_path: Path) -> None:
     more = settings(sync__mode="diloco", sync__diloco_every=4, sync__lease_s=2, training__steps=24)
     path = write_run(tmp_path, "1f1b", 1, width=2, data="tests.support.paced_samples:gated")

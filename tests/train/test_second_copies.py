@@ -24,9 +24,9 @@ from tests.support.checkpoints import META, fill, snapshot_of
 from tests.support.copies import Copy
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
+from tests.support.ports import free_port
 from tests.support.training import Running, losses, metrics, running, settings, write_run
 from tests.train.test_checkpoint_folder import damage
-from tests.train.test_train_replica_hosts import free_port
 
 PACED = "tests.support.paced_samples:paced"
 PACE_S = 0.01

@@ -9,6 +9,7 @@ from tests.support.copies import Copy
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_malformed_messages_to_every_listening_socket_of_a_run_change_nothing(

@@ -81,13 +81,11 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
         ended = started.ended()
     assert ended.document["reason"] == "signal"
     assert ended.document["sync"]["epochs"] >= 3
-    checked = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    rounds = [line for line in checked if line["kind"] == "round"]
-    places = [place for line in rounds for own in line["samples"] for one in own for place in range(*one)]
-    assert len(set(places)) == len(places)
+    assert check_ledger(run / "ledger.jsonl").is_whole
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_site_over_two_hosts_comes_back_as_a_whole_when_a_rank_on_one_of_them_dies(tmp_path: Path) -> None:
     """Four hosts of one device. Inside a site gradients are summed between its two hosts, each of which has a
     part of the optimizer's state.

@@ -22,13 +22,13 @@ from tests.support.copies import Copy
 from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
+from tests.support.ports import free_port
 from tests.support.together import run_threads
 from tests.support.training import Running, losses, settings, write_run
 from tests.train.test_train_replica_hosts import (
     LEASE_S,
     PACE_S,
     TIMEOUT_SHARE,
-    free_port,
     on_host,
     rounds_of,
     wait_for_members,

@@ -85,6 +85,7 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(whole: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_to_torchrun_saves_and_a_new_start_goes_on(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     words = (str(paced_run(tmp_path)), *settings(checkpoint__every_steps=0))
