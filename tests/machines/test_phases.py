@@ -76,7 +76,7 @@ def test_a_pipeline_that_loses_a_machine_goes_on_over_the_others() -> None:
     assert story.trains == (2, "ab")
     story.now_s += 6.0
     story.progress(11, first=10)
-    assert "10 batches of the phase before are trained again" in story.said[-1]
+    assert "It trains 10 batches of that phase again" in story.said[-1]
     assert "10 s after the phase before began to end: stop 4 s, wait 0 s" in story.said[-1]
     story.end(2, a=0, b=0)
     assert (story.phases.is_over, story.phases.status) == (True, 0)

@@ -76,10 +76,11 @@ def test_a_pipeline_of_three_machines_goes_on_over_two(tmp_path: Path) -> None:
 
 
 @_ALL_ONLY
-def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path) -> None:
-    """Its phase is prepared beside the one that trains."""
-    run = planned(tmp_path, "allreduce", model=LARGER, data="")
-    more = settings(training__steps=1_000_000, training__batch_size=16)
+@pytest.mark.parametrize("mode", ["allreduce", "quorum"])
+def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path, mode: str) -> None:
+    """Its phase is prepared beside the one that trains. In quorum it is one replica more."""
+    run = planned(tmp_path, mode, model=LARGER, data="")
+    more = settings(training__steps=1_000_000, training__batch_size=24)
     with ExitStack() as stack:
         words = ("--machines", "2..3", "--wait", "1")
         (red,) = closing(stack, coordinating(tmp_path, run, *words, *more))
@@ -94,9 +95,11 @@ def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path)
     assert "Phase 2 is prepared on 3 machines beside phase 1, which goes on" in found[0][2]
     log = metrics(tmp_path / "runs" / "run")
     first, second = (number for number, one in enumerate(log) if one["kind"] == "start")
-    assert (log[first]["num_stages"], log[second]["num_stages"]) == (2, 3)
+    assert [log[one]["num_stages"] * log[one]["width"] for one in (first, second)] == [2, 3]
     trained = [one["step"] for one in log[:second] if one["kind"] == "train"]
     assert log[second]["step"] == trained[-1]
+    if mode == "quorum":
+        assert check_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").is_whole
 
 
 @_ALL_ONLY

@@ -247,7 +247,7 @@ class RunPhases:
         asked_s, ended_s = self._ended
         self._cost_s = now_s - asked_s
         lost = max(self._step - first, 0)
-        again = f" {counted(lost, 'batch')} of the phase before are trained again." if lost else ""
+        again = f" It trains {counted(lost, 'batch')} of that phase again." if lost else ""
         self._say(
             f"Phase {phase.number} trains, {seconds_text(now_s - asked_s)} after the phase before began to "
             f"end: stop {seconds_text(ended_s - asked_s)}, wait {seconds_text(phase.went_s - ended_s)}, load "
@@ -266,12 +266,13 @@ class RunPhases:
         """Have processes of a new phase started on all machines that are there."""
         self._number += 1
         # Machines of the phase before keep their order: the first one serves the store.
-        before = () if self.current is None else self.current.machines
+        current = self.current
+        before = () if current is None else current.machines
         ordered = [key for key in before if key in self.machines]
         ordered += [key for key in self.machines if key not in before]
         self.following = RunPhase(self._number, tuple(ordered))
         names = self._names(ordered)
-        beside = "" if self.current is None else f" beside phase {self.current.number}, which goes on"
+        beside = "" if current is None or current.lost else f" beside phase {current.number}, which goes on"
         many = counted(len(ordered), "machine")
         self._say(f"Phase {self._number} is prepared on {many}{beside}: {names}.")
 
