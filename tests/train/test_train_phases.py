@@ -120,3 +120,23 @@ def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_p
     assert [one["num_stages"] for one in starts] == [3, 2]
     assert starts[1]["step"] > 0
     assert check_ledger(folder / "ledger.jsonl").is_whole
+
+
+@_ALL_ONLY
+def test_a_plan_that_fits_no_smaller_number_waits_for_another_machine(tmp_path: Path) -> None:
+    """The machine that was lost comes back as another start of `bireme join`."""
+    run, more = planned(tmp_path, "allreduce"), settings(plan__depth=2, training__steps=40)
+    run.write_text(run.read_text().replace("workers = 1\n", ""))
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
+        (words,) = lines_of(red, 1)
+        (blue,) = closing(stack, command(tmp_path, "blue", *words, "--name", "blue", pace_s=PACE_S))
+        red.wait_for_step(5)
+        blue.kill_all()
+        red.wait_for_words("The run waits for other machines.")
+        (blue,) = closing(stack, command(tmp_path, "blue", *words[:2], pace_s=PACE_S))
+        found = [ended(one) for one in (red, blue)]
+    assert [status for status, *_ in found] == [0, 0], found
+    starts = metrics(tmp_path / "runs" / "run", "start")
+    assert [one["num_stages"] for one in starts] == [2, 2]
+    assert starts[1]["step"] in range(4, 40, 4)
