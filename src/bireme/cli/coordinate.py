@@ -78,7 +78,8 @@ def coordinate(
     """Wait for machines that type `bireme join`, and train a model with all of them.
 
     If machines come or go, the run is planned again over those that are there, and goes on from its newest
-    state. The exit status is that of the run, as with `bireme train`. Ctrl-C stops the run in order on all machines.
+    state. The exit status is that of the run, as with `bireme train`. Ctrl-C stops the run in order on all
+    machines.
 
     [dim]bireme coordinate run.toml --machines 3 --set sync.mode=quorum[/dim]
     """
