@@ -21,6 +21,9 @@ ACCELERATOR = "cuda"
 UNTESTED = ("xpu", "mps")
 """Accelerators that Bireme computes on in the same way, but that nobody has tested it on."""
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that lets a process see some GPUs only."""
+
 _PINNING = (ACCELERATOR, "xpu")
 
 KINDS: tuple[str, ...] = ("cpu", ACCELERATOR, *UNTESTED)

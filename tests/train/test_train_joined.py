@@ -16,7 +16,7 @@ from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
-from tests.support.training import Running, settings, write_run
+from tests.support.training import Running, metrics, settings, write_run
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 pytestmark = pytest.mark.slow
@@ -70,7 +70,6 @@ def closing(stack: ExitStack, *found: Running) -> Sequence[Running]:
     return found
 
 
-@all_only
 def test_two_machines_join_a_coordinator_without_devices_and_train_a_model(tmp_path: Path) -> None:
     run = written(tmp_path, "allreduce", 2)
     with ExitStack() as stack:
@@ -118,6 +117,37 @@ def test_a_machine_that_is_killed_and_joins_again_comes_back(tmp_path: Path) -> 
     assert check_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").is_whole
 
 
+@all_only
+def test_a_coordinator_that_is_killed_and_started_again_takes_up_its_run(tmp_path: Path) -> None:
+    run = written(tmp_path, "quorum", 3)
+    words = ("--machines", "3", *settings(training__steps=5000, sync__lease_s=5.0))
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *words, pace_s=0.2))
+        lines = dict(zip(("blue", "green"), lines_of(red, 2), strict=True))
+        blue, green = closing(
+            stack,
+            *(command(tmp_path, name, *lines[name], "--name", name, pace_s=0.2) for name in lines),
+        )
+        red.wait_for_step(2)
+        red.process.kill()
+        red.process.wait(patience_s())
+        for one in (blue, green):
+            one.wait_for_words("does not answer. The training goes on. This machine calls until it does.")
+        step = metrics(red.run, "train")[-1]["step"]
+        blue.wait_for_step(step + 2)
+        (red,) = closing(stack, coordinating(tmp_path, run, *words, pace_s=0.2))
+        red.wait_for_words("The run that this coordinator has left is taken up.")
+        for name in ("blue", "green"):
+            red.wait_for_words(f"{name} (127.0.0.1) is back.")
+        blue.wait_for_words("The coordinator answers again.")
+        wait_for_returns(red, 1, beginning="bireme: blue: Replica")
+        red.process.send_signal(signal.SIGINT)
+        found = [ended(one) for one in (red, blue, green)]
+    assert [status for status, *_ in found] == [0, 0, 0], found
+    assert check_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").is_whole
+    assert not [*(tmp_path / "red" / "runs").iterdir()]
+
+
 def _launcher_of(join: Running) -> int:
     """The first child of a `bireme join`."""
     children = Path(f"/proc/{join.process.pid}/task/{join.process.pid}/children").read_text().split()
@@ -126,14 +156,14 @@ def _launcher_of(join: Running) -> int:
     )
 
 
-def wait_for_returns(coordinator: Running, count: int) -> None:
-    """Until the launcher of the coordinator's machine has seen as many replicas come back."""
+def wait_for_returns(coordinator: Running, count: int, beginning: str = "bireme: Replica") -> None:
+    """Until a launcher, by default that of the coordinator's machine, has seen as many replicas come back."""
     ends_s = time.monotonic() + patience_s()
-    while sum(map(_is_return, coordinator.said.splitlines())) < count:
+
+    def is_return(text: str) -> bool:
+        return text.startswith(beginning) and "is back at step" in text
+
+    while sum(map(is_return, coordinator.said.splitlines())) < count:
         assert time.monotonic() < ends_s, coordinator.said
         assert coordinator.process.poll() is None, coordinator.said
         time.sleep(0.05)
-
-
-def _is_return(text: str) -> bool:
-    return text.startswith("bireme: Replica") and "is back at step" in text

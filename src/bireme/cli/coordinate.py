@@ -92,23 +92,43 @@ def coordinate(
     num_others = most - (not no_devices)
     if not num_others:
         raise BiremeError("--machines counts this machine too, so that none would join. Use bireme train.")
-    run = _run_offer(run_file, set_ or [], as_json=as_json)
+    run, folder = _run_offer(run_file, set_ or [], as_json=as_json)
     host, port = address_of(listen) if listen else (_own_host(), PORT)
 
     from bireme import __version__
-    from bireme.machines.gathering import Gathering, GatheringListener
+    from bireme.machines.gathering import Gathering, GatheringListener, RecordedMachine
     from bireme.machines.keys import own_key
     from bireme.machines.own_machine import MachineFacts, check_machine
+    from bireme.machines.run_record import RunRecord, read_record, record_path, write_record
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures
 
     facts = MachineFacts.own(__version__)
     if not no_devices:
         refuse_failing(failures(list(check_machine(facts))))
-    own = own_key()
+    own, path = own_key(), record_path(folder)
+    record = read_record(path, run)
     gathering = Gathering(run, own, host, (least, most), 30.0 if wait is None else wait, _list_path(), tell)
-    listener = GatheringListener(gathering, (host, port), own, facts)
-    tokens = _issue(own.public, num_others + (not no_devices))
+    if record is not None:
+        gathering.take_up(record.newest, record.machines)
+        known = next((one.address for one in record.machines if one.public == own.public), host)
+        if known != host and not no_devices:
+            tell(f"{host} takes no part in the training: the run knows this machine as {known}.")
+            no_devices = True
+    listener = GatheringListener(gathering, (host, port or (record.port if record else 0)), own, facts)
+    tokens = [] if record is not None else _issue(own.public, num_others + (not no_devices))
+
+    def keep(newest: int, phase_machines: tuple[RecordedMachine, ...]) -> None:
+        is_first = not path.exists()
+        try:
+            write_record(path, RunRecord(newest, listener.port, phase_machines))
+        except (BiremeError, OSError) as error:
+            tell(f"If this command is killed, it cannot take the run up: {error}")
+        else:
+            if is_first:
+                tell(f"If this command is killed, type it again with --set log.name={folder.name}.")
+
+    gathering.keep = keep
 
     def out(stream: str, text: str) -> None:
         if stream == "err" or not as_json:
@@ -118,7 +138,7 @@ def coordinate(
     if not no_devices:
         here = host if host.startswith("127.") else "127.0.0.1"
         attendance = Attendance((here, listener.port), own, own.public, facts, facts.name, tell, out)
-        secret = tokens.pop().secret
+        secret = tokens.pop().secret if tokens else ""
 
         def take_part() -> None:
             try:
@@ -153,6 +173,8 @@ def coordinate(
                 wake.wait(_LOOK_S)
                 wake.clear()
         finally:
+            if gathering.has_ended:
+                path.unlink(missing_ok=True)
             gathering.end()
             _withdraw(tokens)
         if num_interrupts > 1 and attendance is not None:
@@ -171,17 +193,17 @@ def coordinate(
         raise typer.Exit(status)
 
 
-def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "RunOffer":
-    """The run that is asked for, with a name and absolute paths."""
+def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tuple[RunOffer, Path]":
+    """The run that is asked for, with a name and absolute paths, and its folder."""
     from bireme.machines.gathering import RunOffer
     from bireme.train.folder import RunFolder, load_asked
     from bireme.train.run_file import to_toml
 
     run = load_asked(run_file, sets)
-    name = RunFolder.named(run, datetime.now()).path.name
-    run = run.model_copy(update={"log": run.log.model_copy(update={"name": name})})
+    folder = RunFolder.named(run, datetime.now()).path
+    run = run.model_copy(update={"log": run.log.model_copy(update={"name": folder.name})})
     uses_gpus = run.cluster.device != "cpu" and run.cluster.backend != "gloo"
-    return RunOffer(
+    offer = RunOffer(
         to_toml(run),
         run.cluster.workers,
         uses_gpus,
@@ -190,10 +212,15 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "Run
         run.elastic.patience_s,
         as_json,
     )
+    return offer, folder.absolute()
 
 
 def _print_lines(where: str, tokens: "list[AdmissionToken]") -> None:
-    """The lines to type on the other machines."""
+    """The lines to type on the other machines, all of which have joined before if there are no tokens."""
+    if not tokens:
+        typer.echo("On a machine of the run whose bireme join has ended, type:", err=True)
+        typer.echo(f"  bireme join {where}", err=True)
+        return
     each = "this line" if len(tokens) == 1 else "one of these lines, each once"
     typer.echo(f"On each other machine, type {each}, within a day:", err=True)
     for token in tokens:

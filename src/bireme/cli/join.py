@@ -30,6 +30,45 @@ def join(
             show_default=False,
         ),
     ] = "",
+    devices: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N… | none",
+            help="The GPUs to lend, by their numbers from 0 on; with `none` it computes on the CPU.",
+            show_default=False,
+        ),
+    ] = "",
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="The memory of this machine to lend, such as 8GiB. Plans use no more.",
+            show_default=False,
+        ),
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE",
+            help="The most to send over each line to another machine, such as 50Mbit/s. Plans count with it.",
+            show_default=False,
+        ),
+    ] = "",
+    hours: Annotated[
+        str,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Take part in these hours of the day only, such as 20-8 or 20:30-8:00 in local time. At "
+            "their end the machine leaves, and it returns when they begin.",
+            show_default=False,
+        ),
+    ] = "",
+    service: Annotated[
+        bool,
+        typer.Option(
+            "--service", help="Print a unit of systemd that joins with these options at every start, and end."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Take part in a run with this machine: check it and the line, wait for the others, train.
@@ -42,16 +81,23 @@ def join(
     from bireme import __version__
     from bireme.machines.admission import AdmissionToken
     from bireme.machines.keys import own_key
+    from bireme.machines.limits import DailyHours, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 
     address = address_of(coordinator)
+    own_hours = DailyHours.parse(hours) if hours else None
+    set_limits(memory, devices, rate)
     given = AdmissionToken.parse(token) if token else None
     facts = MachineFacts.own(__version__)
     own = list(check_machine(facts))
     refuse_failing(failures(own))
     public = known_coordinator(address) if given is None else given.coordinator
+    if service:
+        limits = {"devices": devices, "memory": memory, "rate": rate, "hours": hours}
+        _print_service(coordinator, {"token": token, "name": name, **limits})
+        return
 
     def out(stream: str, text: str) -> None:
         attended = attendance.orders
@@ -59,16 +105,18 @@ def join(
             return  # the coordinator's document
         typer.echo(text, err=as_json or stream == "err")
 
-    attendance = Attendance(address, own_key(), public, facts, name or facts.name, tell, out)
+    attendance = Attendance(address, own_key(), public, facts, name or facts.name, tell, out, own_hours)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         attendance.interrupt(is_urgent=number == signal.SIGINT)
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, lambda *_: attendance.leave())
+    attendance.wait_for_hours()
     found = attendance.call("" if given is None else given.secret)
     refuse_failing(failures(found))
-    if given is not None:
+    if given is not None and found:
         note_coordinator(address, public)
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
     status = attendance.run()
@@ -83,6 +131,18 @@ def join(
         )
     if status:
         raise typer.Exit(status)
+
+
+def _print_service(coordinator: str, options: dict[str, str]) -> None:
+    from bireme.machines.service import service_unit
+
+    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    typer.echo(service_unit(coordinator, [coordinator, *words]), nl=False)
+    typer.echo(
+        "Put this into ~/.config/systemd/user/bireme-join.service, and type: systemctl --user enable --now "
+        "bireme-join; loginctl enable-linger",
+        err=True,
+    )
 
 
 def refuse_failing(sentences: list[str]) -> None:

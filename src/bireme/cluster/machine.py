@@ -15,6 +15,9 @@ from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 
+MEMORY_VARIABLE = "BIREME_MEMORY"
+"""The environment variable with the most bytes of memory to use here."""
+
 # CUDA devices as NVIDIA's management library tells of them: without torch, and without touching them.
 #
 # Bandwidths are what the links' makers say, for one direction. What programs attain is measured by a probe.
@@ -221,9 +224,9 @@ def num_cores() -> int:
 
 def memory_bytes() -> int:
     """The memory that this process may use."""
+    limits = (_read(MEMORY_LIMIT).strip(), os.environ.get(MEMORY_VARIABLE, ""))
     all_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(MEMORY_LIMIT).strip()
-    return min(all_bytes, int(limit)) if limit.isdecimal() else all_bytes
+    return min([all_bytes, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def available_bytes() -> int:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le, Len
-from pydantic import TypeAdapter, ValidationError
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from bireme.errors import BiremeError
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
-from bireme.machines.keys import MachineKey
+from bireme.machines.keys import HEX_KEY, MachineKey
 from bireme.machines.line import Address, RequestLine, answer_check, opened
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseProgress, PhaseRules, RunPhase, RunPhases
@@ -108,6 +108,17 @@ class PhaseReport:
     progress: PhaseProgress | None
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedMachine:
+    """A machine of the phase that trains, as a coordinator keeps it on its disk."""
+
+    public: Annotated[str, StringConstraints(pattern=HEX_KEY)]
+    name: Annotated[str, Len(1, 255)]
+    address: Annotated[str, Len(1, 255)]
+    offer: MachineOffer
+    orders: MachineOrders
+
+
 _OFFER, ORDERS = TypeAdapter(MachineOffer), TypeAdapter(MachineOrders)
 REPORTS, _LINES = TypeAdapter(list[PhaseReport]), TypeAdapter(list[tuple[int, str, str]])
 
@@ -155,6 +166,27 @@ class Gathering:
         self._members: dict[str, _Member] = {}
         self._lock = threading.RLock()
         self._documents: dict[int, list[str]] = {}
+        self._kept = (0, 0)
+        self.keep: Callable[[int, tuple[RecordedMachine, ...]], None] = lambda _, __: None
+        """Called with the number of the newest phase, and with the machines of the one that trains, before
+        machines get orders for another phase.
+        """
+
+    def take_up(self, newest: int, machines: Sequence[RecordedMachine]) -> None:
+        """Go on with a run that a coordinator has left, with these machines in the phase that trains."""
+        number = machines[0].orders.phase
+        self._orders[number] = {one.public: one.orders for one in machines}
+        for one in machines:
+            is_own = one.public == self._own.public
+            made = _Member(one.public, one.name, one.address, one.offer, 0.0, is_own, number, is_gone=True)
+            self._members[one.public] = made
+        gone = {one.public: one.offer.instance for one in machines}
+        self._phases.take_up(number, newest, gone, time.monotonic())
+        names = ", ".join(one.name for one in machines)
+        self._tell(
+            f"The run that this coordinator has left is taken up. Phase {number} trains on {names}: they "
+            "call by themselves."
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -277,6 +309,7 @@ class Gathering:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
             for report in reports:
                 self._note(one, report, now_s)
+            addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
             return {
                 "error": "",
                 "is_known": True,
@@ -293,6 +326,7 @@ class Gathering:
                 "newest": self._phases.newest,
                 "is_over": self.has_ended,
                 "status": self.status,
+                "addresses": [*addresses],
             }
 
     def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
@@ -306,23 +340,26 @@ class Gathering:
         if report.statuses is not None:
             self._phases.note_ended(report.number, one.public, report.statuses)
 
-    def leave(self, public: str, instance: str, *, for_good: bool = False) -> None:
-        """A machine is not there any more: it has left `for_good`, or its line is cut."""
+    def leave(self, public: str, instance: str, *, for_good: bool = False, returns: str = "") -> None:
+        """A machine is not there any more: it has left `for_good`, or its line is cut. `returns` is when it
+        means to return, if it has left for some hours.
+        """
         with self._lock:
             one = self._members.get(public)
             if one is not None and one.offer.instance == instance and not one.is_gone:
-                self._lose(one, for_good=for_good)
+                self._lose(one, for_good=for_good, returns=returns)
 
-    def _lose(self, one: _Member, *, for_good: bool = False) -> None:
+    def _lose(self, one: _Member, *, for_good: bool = False, returns: str = "") -> None:
         one.is_gone = True
         self._phases.lose(one.public, time.monotonic(), for_good=for_good)
         if self.has_ended:
             return
+        back = f" It returns at {_printable(returns)[:20]}." if returns else ""
         if not self.has_begun:
             del self._members[one.public]
-            self._tell(f"{one.name} ({one.address}) has left. {self._count}")
+            self._tell(f"{one.name} ({one.address}) has left.{back} {self._count}")
         elif for_good:
-            self._tell(f"{one.name} ({one.address}) has left.")
+            self._tell(f"{one.name} ({one.address}) has left.{back}")
         else:
             self._tell(
                 f"{one.name} ({one.address}) is gone, or its line to the coordinator is. It may come back."
@@ -339,8 +376,21 @@ class Gathering:
             for phase in self._phases.phases():
                 if phase.number not in self._orders:
                     self._orders[phase.number] = self._orders_of(phase)
+            self._keep_phase()
             for sentence in self._phases.said():
                 self._tell(sentence)
+
+    def _keep_phase(self) -> None:
+        current = self._phases.current
+        if current is None or self._kept == (current.number, self._phases.newest):
+            return
+        self._kept = current.number, self._phases.newest
+        machines = [
+            RecordedMachine(public, one.name, one.address, one.offer, orders)
+            for public, orders in self._orders[current.number].items()
+            if (one := self._members.get(public)) is not None
+        ]
+        self.keep(self._phases.newest, tuple(machines))
 
     def end(self) -> None:
         """From now on every machine is told that the run has ended."""
@@ -446,7 +496,7 @@ class GatheringListener:
                     reports, lines = _read(REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
                     return gathering.beat(public, int(asked["port"]), reports, lines)
                 case _:
-                    gathering.leave(public, instance, for_good=True)
+                    gathering.leave(public, instance, for_good=True, returns=str(asked["returns"]))
         except BiremeError as refusal:
             return {"error": str(refusal)}
         return {"error": ""}

@@ -121,6 +121,14 @@ class RunPhases:
         self._ended: tuple[float, float] | None = None
         """When the phase before was asked to end, and when it had ended."""
 
+    def take_up(self, number: int, newest: int, gone: dict[str, str], now_s: float) -> None:
+        """Go on with a phase that a coordinator has left, after phases up to `newest`. `gone` has the
+        instances of its machines, in the order of their ranks: none of them has called yet.
+        """
+        lost = {key: (now_s, instance) for key, instance in gone.items()}
+        self.current = RunPhase(number, tuple(gone), goes=True, is_ready=True, lost=lost, went_s=now_s)
+        self._number, self.has_begun, self._changed_s = newest, True, now_s
+
     # Events.
 
     def come(self, key: str, name: str, instance: str, now_s: float) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import datetime
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -26,12 +27,13 @@ from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import ORDERS, PURPOSE, MachineOffer, MachineOrders
 from bireme.machines.keys import MachineKey, key_path
+from bireme.machines.limits import DailyHours
 from bireme.machines.line import Address, RequestLine, call_coordinator, check_between
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
 from bireme.train.joined_processes import JoinedProcesses
 
-_BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S = 1.0, 0.1, 2.0, 5.0
+_BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S, _LOOK_S = 1.0, 0.1, 2.0, 5.0, 30.0
 _NUM_CALLS = 3
 """How often a machine calls whose line breaks, or is too slow, before it has offered itself."""
 _UNSURE = ("line", "ports", "large messages")
@@ -98,12 +100,18 @@ class Attendance:
         name: str,
         tell: Callable[[str], None],
         out: Out,
+        hours: DailyHours | None = None,
     ) -> None:
-        """`coordinator` is the public key of the coordinator. `out` prints what the processes here print."""
+        """`coordinator` is the public key of the coordinator. `out` prints what the processes here print.
+        With `hours` the machine takes part then only.
+        """
         self._address, self._key, self._coordinator = address, key, coordinator
         self._facts, self._name, self._tell, self._out = facts, name, tell, out
+        self._hours = hours
         self._line: RequestLine | None = None
-        self._next_call_s = 0.0
+        self._next_call_s, self._num_calls, self._is_silent = 0.0, 0, False
+        self._elsewhere: tuple[str, ...] = ()
+        """Addresses of the run's machines, at one of which the coordinator may be started again."""
         names = [torch.cuda.get_device_name(number) for number in range(num_accelerators())]
         self.offer = MachineOffer(secrets.token_hex(8), num_cores(), available_bytes(), tuple(names), 1)
         self._reserve()
@@ -111,6 +119,7 @@ class Attendance:
         """That the coordinator has not got yet."""
         self._wake = threading.Event()
         self._num_interrupts = 0
+        self._is_leaving = False
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
@@ -124,11 +133,24 @@ class Attendance:
         self._num_interrupts += 1 if is_urgent or not self._num_interrupts else 0
         self._wake.set()
 
+    def leave(self) -> None:
+        """Leave the run, which goes on with the machines that are left."""
+        self._is_leaving = True
+        self._wake.set()
+
+    def wait_for_hours(self) -> None:
+        """Return within the hours of this machine, or after an interrupt."""
+        if self._hours is not None and self._hours.wait_s(datetime.now()):
+            self._tell(f"This machine offers itself again at {self._hours.begin}.")
+        while not self._is_ended and self._hours is not None and (s := self._hours.wait_s(datetime.now())):
+            self._wake.wait(min(s, _LOOK_S))
+
     def call(self, secret: str = "") -> list[Finding]:
         """Call the coordinator for the first time, be admitted, and check the line; returns the findings. The
         last one is the failure, if it fails. Raises a `BiremeError` if the coordinator refuses this machine.
         """
-        for calls_left in reversed(range(_NUM_CALLS)):
+        found = list[Finding]()
+        for calls_left in reversed(range(0 if self._is_ended else _NUM_CALLS)):
             try:
                 found = self._call_and_check(secret)
             except (OSError, ValueError, KeyError) as error:
@@ -143,7 +165,7 @@ class Attendance:
             self._hang_up()
             self._tell(f"The line to the coordinator {sentence.rstrip('.')}. This machine calls again.")
             self._wake.wait(_AGAIN_S)
-            if self._num_interrupts:
+            if self._is_ended:
                 return []
         told = {one.check: one.text for one in found}
         measured = [told[check] for check in ("latency", "bandwidth") if check in told]
@@ -151,7 +173,7 @@ class Attendance:
         return found
 
     def _call_and_check(self, secret: str) -> list[Finding]:
-        found, self._line = self._called()
+        found, self._line = self._called(self._address)
         if self._line is not None:
             self._ask("admit", secret=secret, name=self._name)
             found += check_between(self._line, self._facts)
@@ -175,9 +197,17 @@ class Attendance:
             if self._keeper is not None:
                 self._keeper.close()
             if self._line is not None:
-                with suppress(OSError, ValueError):
-                    self._line.ask("leave")
-                self._line.socket.close()
+                self._say_leave()
+
+    def _say_leave(self, returns: str = "") -> None:
+        if self._line is not None:
+            with suppress(OSError, ValueError):
+                self._line.ask("leave", returns=returns)
+        self._hang_up()
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._num_interrupts > 0 or self._is_leaving
 
     def _broken(self, error: Exception) -> BiremeError:
         where = _place(self._address)
@@ -188,6 +218,9 @@ class Attendance:
         while True:
             if (status := self._interrupted()) is not None:
                 return status
+            if self._rested():
+                heard_s = time.monotonic()
+                continue
             self._start_keeper()
             if not self._restart_killed():
                 return 1
@@ -204,8 +237,8 @@ class Attendance:
                     self._tell("The run has ended. This machine took no part in it.")
                 return int(answer["status"])
             silent_s = time.monotonic() - heard_s
-            if is_idle and self._phases and silent_s > _PARTING_S:
-                return self._own_status
+            if is_idle and self._phases and silent_s > _PARTING_S and not self._own_status:
+                return 0
             if is_idle and silent_s > _ALONE_S:
                 self._tell(f"The coordinator at {_place(self._address)} has not answered for {_ALONE_S:g} s.")
                 return self._own_status
@@ -265,12 +298,28 @@ class Attendance:
                 self._phases[one.orders.phase].go()
         return True
 
+    def _rested(self) -> bool:
+        """Outside of its hours the machine leaves, and waits for them. Returns whether it did."""
+        if self._num_interrupts or self._hours is None or not self._hours.wait_s(datetime.now()):
+            return False
+        if self._phases and all(one.statuses() is not None for one in self._phases.values()):
+            return False  # the run has ended here, which the coordinator is to hear
+        self._say_leave(self._hours.begin)
+        for one in self._phases.values():
+            one.close()
+        self._phases.clear()
+        self.wait_for_hours()
+        self.offer = replace(self.offer, instance=secrets.token_hex(8))
+        return True
+
     @property
     def _may_return(self) -> bool:
         return not self._num_interrupts and self.orders is not None and self.orders.run.can_return
 
     def _interrupted(self) -> int | None:
         """Act on interrupts; the exit status if nothing is left to do."""
+        if self._is_leaving:
+            return 0
         if not self._num_interrupts:
             return None
         training = [one for one in self._phases.values() if one.goes]
@@ -334,12 +383,17 @@ class Attendance:
                 return None
         except (OSError, ValueError, KeyError):
             self._hang_up()
+            if not self._is_silent:
+                self._is_silent = True
+                goes_on = " The training goes on." if self._phases else ""
+                self._tell(f"The coordinator does not answer.{goes_on} This machine calls until it does.")
             return None
         except BiremeError:
             if self._phases:
                 self._tell("The coordinator does not let this machine take part any more.")
             raise
         del self._lines[: len(lines)]
+        self._elsewhere = tuple(map(str, answer["addresses"]))
         return answer
 
     def _hang_up(self) -> None:
@@ -351,14 +405,23 @@ class Attendance:
         if time.monotonic() < self._next_call_s:
             return
         self._next_call_s = time.monotonic() + _AGAIN_S
-        self._line = self._called()[1]
-        if self._line is not None:
-            self._ask("admit", secret="", name=self._name)
-            self._ask("offer", offer=asdict(self.offer))
+        hosts = list(dict.fromkeys([self._address[0], *self._elsewhere]))
+        address = (hosts[self._num_calls % len(hosts)], self._address[1])
+        self._num_calls += 1
+        self._line = self._called(address)[1]
+        if self._line is None:
+            return
+        self._ask("admit", secret="", name=self._name)
+        self._ask("offer", offer=asdict(self.offer))
+        if address != self._address:
+            note_coordinator(address, self._coordinator)
+        where = f" at {_place(address)}" if address != self._address else ""
+        self._tell(f"The coordinator answers{where} again.")
+        self._address, self._num_calls, self._is_silent = address, 0, False
 
-    def _called(self) -> tuple[list[Finding], RequestLine | None]:
+    def _called(self, address: Address) -> tuple[list[Finding], RequestLine | None]:
         purpose = bytes.fromhex(self._key.public) + PURPOSE
-        calling = call_coordinator(self._address, self._key.shared_with(self._coordinator), purpose)
+        calling = call_coordinator(address, self._key.shared_with(self._coordinator), purpose)
         found = list[Finding]()
         while True:
             try:

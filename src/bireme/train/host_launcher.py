@@ -22,6 +22,7 @@ from tempfile import gettempdir
 from pydantic import TypeAdapter
 
 from bireme.cluster.cluster_file import read_cluster
+from bireme.devices import VISIBLE
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.plan.plan_file import load_plan
@@ -37,7 +38,6 @@ from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.launching import (
-    VISIBLE,
     environment,
     gpus_here,
     launch_here,

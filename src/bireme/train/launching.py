@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bireme.cluster.cluster import Cluster
-from bireme.devices import ACCELERATOR, Backend, num_accelerators
+from bireme.devices import ACCELERATOR, VISIBLE, Backend, num_accelerators
 from bireme.errors import BiremeError, SampleError
 from bireme.model.units import units_of
 from bireme.plan.plan_file import planned_units, saved_plan
@@ -91,8 +91,6 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
     )
     write_recorded(timeline, path)
 
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _USUAL_RESTARTS = 3
 

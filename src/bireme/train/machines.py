@@ -1,5 +1,6 @@
 """The devices of a run, from a cluster file or this machine, and their processes."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from bireme.runtime.measuring.tier_speeds import (
     measured_host_speed,
 )
 from bireme.train.run_file import RunFile
+from bireme.wire.listener import RATE_VARIABLE
 
 # The devices of a run on several machines: each machine says what it has, and all of it is the cluster.
 #
@@ -61,7 +63,21 @@ def server_here(device: str, count: int) -> Server:
     else:
         devices = tuple(device_here(torch.device(device, place)) for place in range(count))
         found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
-    return found
+    rate = os.environ.get(RATE_VARIABLE, "")
+    return _slowed(found, float(rate)) if rate.isdecimal() else found
+
+
+def _slowed(server: Server, most_bytes_per_s: float) -> Server:
+    """The machine with cards that carry no more than that; an unknown card carries just that."""
+    everyone = tuple(range(len(server.devices)))
+    cards = server.cards or (Card("limited", everyone, replace(ASSUMED_LINK, bytes_per_s=most_bytes_per_s)),)
+    return replace(
+        server,
+        cards=tuple(
+            replace(card, link=replace(card.link, bytes_per_s=min(card.link.bytes_per_s, most_bytes_per_s)))
+            for card in cards
+        ),
+    )
 
 
 def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:

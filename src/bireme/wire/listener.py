@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from bireme.errors import BiremeError
 from bireme.wire.connection import TAG_BYTES, VERSION, Poller
-from bireme.wire.encryption import LACKS, LEAVES, WANTED, EncryptedSocket, encrypts, policy_for
+from bireme.wire.encryption import LACKS, LEAVES, WANTED, EncryptedSocket, encrypts, leaves_host, policy_for
 
 _NONCE_BYTES = 16
 _CHALLENGE_START = b"BIREME?" + bytes([VERSION])
@@ -48,6 +48,11 @@ TRIES, AGAIN_S = 5, 0.05
 """Calls of a listener that hangs up, which may have too many strangers, and the pause between them."""
 _LOOK_S = 0.5
 _HUNG_UP = "the listener has hung up: it is of another run, or closes"
+
+RATE_VARIABLE = "BIREME_RATE"
+"""The environment variable with the most bytes a second to send over each line that leaves the host."""
+_SO_MAX_PACING_RATE, _MOST_RATE = 47, 2**32 - 2
+"""An option of Linux, by which the kernel spreads what a socket sends."""
 
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 """Whether Unix sockets may have names outside the file system, which vanish with the socket."""
@@ -284,6 +289,9 @@ def _exactly(made: socket.socket, num_bytes: int) -> bytes:
 def _prepare(made: socket.socket) -> None:
     if made.family != socket.AF_UNIX:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    rate = os.environ.get(RATE_VARIABLE, "")
+    if rate.isdecimal() and sys.platform == "linux" and leaves_host(made):
+        made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(int(rate), _MOST_RATE))
 
 
 # Addresses: where a process listens, as a text for others.

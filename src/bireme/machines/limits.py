@@ -1,0 +1,93 @@
+"""What a machine lends of itself: some of its devices, memory, a rate, hours of the day.
+
+The first three are variables of the environment, so that they hold for this process and all that it starts.
+`cluster/machine.py` reads the memory, and `wire/listener.py` the rate.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+from bireme.bounds import bytes_of, bytes_per_s_of
+from bireme.cluster.machine import MEMORY_VARIABLE
+from bireme.devices import VISIBLE, num_accelerators
+from bireme.errors import BiremeError
+from bireme.wire.listener import RATE_VARIABLE
+
+NO_DEVICES = "none"
+_DAY_MIN = 24 * 60
+_HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
+
+
+@dataclass(frozen=True, slots=True)
+class DailyHours:
+    """Hours of every day in local time, from a minute after midnight to another, which may be on the next
+    day.
+    """
+
+    begin_min: int
+    end_min: int
+
+    @classmethod
+    def parse(cls, text: str) -> "DailyHours":
+        """The hours in a text such as `20-8` or `20:30-8:00`."""
+        found = _HOURS.fullmatch(text.strip())
+        hours = [] if found is None else [(int(found[one]), int(found[one + 1] or 0)) for one in (1, 3)]
+        if not hours or any(hour > 24 or minute > 59 or (hour == 24 and minute) for hour, minute in hours):
+            raise BiremeError(f"--hours is {text!r}; write the hours of the day as 20-8 or 20:30-8:00.")
+        begin_min, end_min = ((60 * hour + minute) % _DAY_MIN for hour, minute in hours)
+        if begin_min == end_min:
+            raise BiremeError(f"--hours is {text!r}: it begins when it ends. Leave it out for the whole day.")
+        return cls(begin_min, end_min)
+
+    def wait_s(self, now: datetime) -> float:
+        """Seconds until the next of these hours begin; 0 within them."""
+        since_midnight_s = 3600.0 * now.hour + 60.0 * now.minute + now.second
+        since_begin_s = (since_midnight_s - 60.0 * self.begin_min) % (60.0 * _DAY_MIN)
+        is_within = since_begin_s < 60.0 * ((self.end_min - self.begin_min) % _DAY_MIN)
+        return 0.0 if is_within else 60.0 * _DAY_MIN - since_begin_s
+
+    @property
+    def begin(self) -> str:
+        """When they begin, such as `20:00`."""
+        return f"{self.begin_min // 60}:{self.begin_min % 60:02}"
+
+
+def set_limits(memory: str, devices: str, rate: str) -> None:
+    """Have this process, and those that it starts, use no more than that; an empty text is no limit. Call it
+    before anything asks for the devices.
+    """
+    if memory:
+        os.environ[MEMORY_VARIABLE] = str(_above_zero(bytes_of(memory, "--memory")))
+    if rate:
+        os.environ[RATE_VARIABLE] = str(round(bytes_per_s_of(rate, "--rate")))
+    if devices:
+        _choose_devices(devices)
+
+
+def _above_zero(num_bytes: int) -> int:
+    if not num_bytes:
+        raise BiremeError("--memory is 0: then this machine cannot take part. Give the bytes that it lends.")
+    return num_bytes
+
+
+def _choose_devices(text: str) -> None:
+    words = [] if text == NO_DEVICES else text.split(",")
+    if not all(word.isdecimal() for word in words) or len({*words}) < len(words):
+        raise BiremeError(
+            f"--devices is {text!r}; write the numbers of GPUs as 0 or 0,2, or {NO_DEVICES} to compute on "
+            "the CPU."
+        )
+    before = os.environ.get(VISIBLE)
+    names = words
+    if before is not None:
+        there = [name for name in before.split(",") if name]
+        names = [there[int(word)] for word in words if int(word) < len(there)]
+    os.environ[VISIBLE] = ",".join(names)
+    num_found = num_accelerators()
+    if num_found < len(words):
+        raise BiremeError(
+            f"--devices is {text!r}, and {num_found} of these GPUs are here. `bireme doctor` lists those of "
+            "this machine."
+        )
