@@ -205,7 +205,12 @@ def test_a_machine_leaves_when_its_hours_end_and_returns_when_they_begin(
         def close(self) -> None:
             happened.append(f"close {self.orders.phase}")
 
-    for name, value in (("JoinedProcesses", Processes), ("_BEAT_S", 0.01), ("_AGAIN_S", 0.0)):
+    for name, value in (
+        ("JoinedProcesses", Processes),
+        ("_BEAT_S", 0.01),
+        ("_AGAIN_S", 0.0),
+        ("_LEAVE_S", 0.05),
+    ):
         monkeypatch.setattr(attendance, name, value)
     monkeypatch.setattr(line, "_MEASURE_S", 0.001)
     monkeypatch.setenv(HOME, str(tmp_path))
@@ -238,6 +243,8 @@ def test_a_machine_leaves_when_its_hours_end_and_returns_when_they_begin(
     wait(lambda: "start 1" in happened)
     hours.is_now = False
     wait(lambda: meeting.told[-1] == "blue (127.0.0.1) has left. It returns at 20:00.")
+    meeting.gathering.turn()
+    assert is_told("blue leaves once the run goes on without it.")
     hours.is_now = True
     wait(lambda: is_told("blue (127.0.0.1) is back.") and len(happened) == 3)
     blue.leave()

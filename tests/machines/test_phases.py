@@ -93,6 +93,54 @@ def test_processes_that_do_not_notice_a_lost_machine_are_killed_after_the_patien
     assert story.trains == (2, "ab")
 
 
+def test_a_machine_that_leaves_trains_until_a_phase_without_it_is_prepared() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    for _ in range(2):
+        story.phases.note_leaves("c", leaves=True)
+        story.turn()
+    assert [one.number for one in story.phases.phases_of("c")] == [1]
+    assert story.said[-2:] == [
+        "c leaves once the run goes on without it.",
+        "Phase 2 is prepared on 2 machines beside phase 1, which goes on: a, b.",
+    ]
+    story.ready(99.0)  # slower, and there is no choice
+    assert story.phases.phases_of("c")[0].end == "stop"
+    story.end(1, a=0, b=0, c=0)
+    story.turn()
+    assert story.trains == (2, "ab")
+    assert story.phases.phases_of("c") == ()
+    story.lose("c", for_good=True)
+    story.come("c", "2")
+    story.progress(30, first=20)
+    story.turn(10.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [3]
+
+
+def test_a_machine_that_leaves_before_the_run_begins_is_not_waited_for_and_does_not_count() -> None:
+    story = Story(machines="ab")
+    story.phases.note_leaves("b", leaves=True)
+    story.turn(60.0)
+    assert story.trains == (0, "")
+    story.phases.note_leaves("b", leaves=False)
+    story.turn()
+    assert story.trains == (1, "ab")
+
+
+def test_a_phase_that_is_taken_up_goes_on_with_the_machines_that_call() -> None:
+    story = Story(replace(RULES, needs_all=False))
+    story.phases.take_up(4, 5, {"a": "1", "b": "1", "c": "1"}, 0.0)
+    story.turn()
+    assert story.phases.phases_of("a") == ()
+    story.come("ab")
+    assert story.phases.phases_of("a")[0].goes
+    assert story.trains == (4, "abc")
+    story.progress(20)
+    story.turn(10.0)
+    assert story.phases.following is not None
+    assert (story.phases.following.number, story.phases.following.machines) == (6, ("a", "b"))
+
+
 def test_a_machine_that_is_started_again_has_lost_its_processes() -> None:
     story = Story(machines="abc")
     story.progress(20)

@@ -290,10 +290,12 @@ class Gathering:
         port: int,
         reports: Sequence[PhaseReport],
         lines: Sequence[tuple[int, str, str]],
+        *,
+        leaves: bool = False,
     ) -> dict[str, Any]:
         """A machine reports how it is, with a port that is free there, and gets the phases that it takes part
-        in. If it was silent for too long, it is to offer itself again. Raises a `BiremeError` if it is not
-        admitted any more.
+        in: none once the run goes on without it, if it `leaves`. If it was silent for too long, it is to
+        offer itself again. Raises a `BiremeError` if it is not admitted any more.
         """
         name = self.admitted(public)
         with self._lock:
@@ -307,6 +309,7 @@ class Gathering:
                     self._documents.setdefault(phase, []).append(text)
                 elif not one.is_own:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
+            self._phases.note_leaves(public, leaves=leaves)
             for report in reports:
                 self._note(one, report, now_s)
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
@@ -494,7 +497,8 @@ class GatheringListener:
                     gathering.take_offer(public, gathering.address_of(seen), asked["offer"])
                 case "beat":
                     reports, lines = _read(REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
-                    return gathering.beat(public, int(asked["port"]), reports, lines)
+                    leaves = bool(asked["leaves"])
+                    return gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
                 case _:
                     gathering.leave(public, instance, for_good=True, returns=str(asked["returns"]))
         except BiremeError as refusal:

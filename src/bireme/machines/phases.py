@@ -115,6 +115,8 @@ class RunPhases:
         self._declined: frozenset[str] = frozenset()
         """Machines on which a phase would have been no gain."""
         self._stops = False
+        self._leaving: set[str] = set()
+        """Machines that are there until a phase goes on without them."""
         self._step = 0
         self._num_failures = 0
         self._cost_s: float | None = None
@@ -150,6 +152,7 @@ class RunPhases:
     def lose(self, key: str, now_s: float, *, for_good: bool = False) -> None:
         """A machine is gone: silent, revoked, or it has left; `for_good` if it has said so."""
         gone = self.machines.pop(key, None)
+        self._leaving.discard(key)
         if gone is None:
             return
         self._changed_s = now_s
@@ -188,6 +191,15 @@ class RunPhases:
                 f"Phase {phase.number}: a batch takes {seconds_text(batch_s)}, and "
                 f"{seconds_text(phase.forecast_s)} were predicted."
             )
+
+    def note_leaves(self, key: str, *, leaves: bool) -> None:
+        """Whether a machine is to leave once the run goes on without it."""
+        if not leaves:
+            self._leaving.discard(key)
+        elif key in self.machines and key not in self._leaving:
+            self._leaving.add(key)
+            if self.has_begun:
+                self._say(f"{self.machines[key].name} leaves once the run goes on without it.")
 
     def ask_stop(self) -> None:
         """The run is to stop in order."""
@@ -264,7 +276,7 @@ class RunPhases:
 
     def _may_begin(self, now_s: float) -> bool:
         """Whether to prepare a phase while none trains."""
-        there, rules = frozenset(self.machines), self.rules
+        there, rules = self._there, self.rules
         if not self.has_begun:
             is_quiet = now_s - self._changed_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
@@ -276,8 +288,8 @@ class RunPhases:
         # Machines of the phase before keep their order: the first one serves the store.
         current = self.current
         before = () if current is None else current.machines
-        ordered = [key for key in before if key in self.machines]
-        ordered += [key for key in self.machines if key not in before]
+        ordered = [key for key in before if key in self._there]
+        ordered += [key for key in self.machines if key in self._there and key not in before]
         self.following = RunPhase(self._number, tuple(ordered))
         names = self._names(ordered)
         beside = "" if current is None or current.lost else f" beside phase {current.number}, which goes on"
@@ -305,7 +317,12 @@ class RunPhases:
 
     def _is_as_before(self, phase: RunPhase) -> bool:
         """Whether the machines of the phase that trains are those that are there."""
-        return not phase.end and not phase.lost and set(self.machines) == set(phase.machines)
+        return not phase.end and not phase.lost and self._there == set(phase.machines)
+
+    @property
+    def _there(self) -> frozenset[str]:
+        """The machines with which a new phase can be prepared."""
+        return frozenset(self.machines) - self._leaving
 
     def _refuse(self, there: frozenset[str], status: int) -> None:
         self._refused = there
@@ -359,15 +376,15 @@ class RunPhases:
         is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`
         if is_stuck and (is_other or gone_s >= patience_s) and phase.end != "kill":
             self._end(phase, "kill", now_s)
-        if phase.end or not self.machines:
+        following, there = self.following, self._there
+        if phase.end or not there:
             return
-        following, there = self.following, frozenset(self.machines)
         if following is not None:
             if following.is_ready and not is_stuck:
                 self._decide(phase, following, now_s)
         elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
             is_quiet = now_s - self._changed_s >= patience_s
-            if phase.step is not None and (is_quiet or is_stuck):
+            if phase.step is not None and (is_quiet or is_stuck or self._leaving):
                 self._prepare(now_s)
 
     def _end(self, phase: RunPhase, how: Literal["stop", "kill"], now_s: float) -> None:
@@ -378,8 +395,11 @@ class RunPhases:
         before_s, after_s = phase.batch_s or phase.forecast_s, following.forecast_s
         if phase.batch_s is not None and phase.forecast_s and after_s is not None:
             after_s *= phase.batch_s / phase.forecast_s  # predictions err in one direction
+        leaving = [key for key in phase.machines if key in self._leaving]
         left, cost_s = max(self.rules.steps - (phase.step or 0), 0), self._cost_s or FIRST_COST_S
-        if before_s is None or after_s is None:
+        if leaving:
+            gains, words = True, f"{self._names(leaving)} leaves"
+        elif before_s is None or after_s is None:
             gains, words = len(following.machines) > len(phase.machines), "no prediction"
         else:
             gain_s = (before_s - after_s) * left

@@ -36,7 +36,7 @@ def service_unit(where: str, words: Sequence[str]) -> str:
         "# The machine leaves, and the run goes on if it can.",
         "KillSignal=SIGHUP",
         "KillMode=mixed",
-        "TimeoutStopSec=60",
+        "TimeoutStopSec=180",
         "",
         "[Install]",
         "WantedBy=default.target",

@@ -34,6 +34,8 @@ from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
 from bireme.train.joined_processes import JoinedProcesses
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S, _LOOK_S = 1.0, 0.1, 2.0, 5.0, 30.0
+_LEAVE_S = 120.0
+"""How long a machine that leaves waits at most for the run to go on without it."""
 _NUM_CALLS = 3
 """How often a machine calls whose line breaks, or is too slow, before it has offered itself."""
 _UNSURE = ("line", "ports", "large messages")
@@ -120,6 +122,8 @@ class Attendance:
         self._wake = threading.Event()
         self._num_interrupts = 0
         self._is_leaving = False
+        self._leaves_s: float | None = None
+        """Since when this machine waits for the run to go on without it."""
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
@@ -134,7 +138,7 @@ class Attendance:
         self._wake.set()
 
     def leave(self) -> None:
-        """Leave the run, which goes on with the machines that are left."""
+        """Leave once the run goes on without this machine."""
         self._is_leaving = True
         self._wake.set()
 
@@ -218,9 +222,6 @@ class Attendance:
         while True:
             if (status := self._interrupted()) is not None:
                 return status
-            if self._rested():
-                heard_s = time.monotonic()
-                continue
             self._start_keeper()
             if not self._restart_killed():
                 return 1
@@ -236,6 +237,12 @@ class Attendance:
                 if self.orders is None:
                     self._tell("The run has ended. This machine took no part in it.")
                 return int(answer["status"])
+            if self._may_leave(answer):
+                if self._is_leaving:
+                    return 0
+                self._rest()
+                heard_s = time.monotonic()
+                continue
             silent_s = time.monotonic() - heard_s
             if is_idle and self._phases and silent_s > _PARTING_S and not self._own_status:
                 return 0
@@ -298,19 +305,28 @@ class Attendance:
                 self._phases[one.orders.phase].go()
         return True
 
-    def _rested(self) -> bool:
-        """Outside of its hours the machine leaves, and waits for them. Returns whether it did."""
-        if self._num_interrupts or self._hours is None or not self._hours.wait_s(datetime.now()):
+    def _may_leave(self, answer: dict[str, Any] | None) -> bool:
+        """Whether this machine means to leave, and the run goes on without it, or takes too long to."""
+        is_outside = self._hours is not None and bool(self._hours.wait_s(datetime.now()))
+        if self._num_interrupts or not (is_outside or self._is_leaving):
+            self._leaves_s = None
             return False
-        if self._phases and all(one.statuses() is not None for one in self._phases.values()):
-            return False  # the run has ended here, which the coordinator is to hear
+        if self._leaves_s is None:
+            self._leaves_s = time.monotonic()
+            if self._phases:
+                self._tell(f"This machine leaves in {_LEAVE_S:g} s, or when the run goes on without it.")
+        return not self._phases or time.monotonic() - self._leaves_s > _LEAVE_S
+
+    def _rest(self) -> None:
+        """Leave, and return when the hours of this machine begin."""
+        assert self._hours is not None, "it is outside of them"
         self._say_leave(self._hours.begin)
         for one in self._phases.values():
             one.close()
         self._phases.clear()
         self.wait_for_hours()
         self.offer = replace(self.offer, instance=secrets.token_hex(8))
-        return True
+        self._leaves_s = None
 
     @property
     def _may_return(self) -> bool:
@@ -318,7 +334,7 @@ class Attendance:
 
     def _interrupted(self) -> int | None:
         """Act on interrupts; the exit status if nothing is left to do."""
-        if self._is_leaving:
+        if self._is_leaving and not self._phases:
             return 0
         if not self._num_interrupts:
             return None
@@ -376,7 +392,8 @@ class Attendance:
             if self._line is None:
                 return None
             reports = [asdict(one.report()) for one in self._phases.values()]
-            answer = self._ask("beat", port=self.offer.port, phases=reports, lines=lines)
+            leaves = self._leaves_s is not None
+            answer = self._ask("beat", port=self.offer.port, phases=reports, lines=lines, leaves=leaves)
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")
                 self._ask("offer", offer=asdict(self.offer))
