@@ -103,6 +103,37 @@ def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path,
 
 
 @_ALL_ONLY
+def test_a_machine_that_leaves_goes_in_order_and_no_batch_is_lost(tmp_path: Path) -> None:
+    """It lends little memory and a low rate until it leaves."""
+    run = planned(tmp_path, "allreduce")
+    with ExitStack() as stack:
+        more = settings(training__steps=5000, checkpoint__every_steps=0)
+        (red,) = closing(stack, coordinating(tmp_path, run, "--machines", "3", *more, pace_s=PACE_S))
+        blue_line, green_line = lines_of(red, 2)
+        limits = ("--memory", "2GiB", "--rate", "50Mbit/s", "--devices", "none")
+        blue, green = closing(
+            stack,
+            command(tmp_path, "blue", *blue_line, "--name", "blue", pace_s=PACE_S),
+            command(tmp_path, "green", *green_line, "--name", "green", *limits, pace_s=PACE_S),
+        )
+        red.wait_for_step(5)
+        green.process.send_signal(signal.SIGHUP)
+        status, *_ = ended(green)
+        red.wait_for_words("Phase 2 trains")
+        red.process.send_signal(signal.SIGINT)
+        found = [ended(one) for one in (red, blue)]
+    assert (status, [one[0] for one in found]) == (0, [0, 0]), found
+    assert "2.0 GiB of memory, no GPU" in found[0][2]
+    assert "follows on " in found[0][2]
+    assert ": green leaves." in found[0][2]
+    assert "green (127.0.0.1) has left." in found[0][2]
+    log = metrics(tmp_path / "runs" / "run")
+    second = [number for number, one in enumerate(log) if one["kind"] == "start"][1]
+    assert log[second]["num_stages"] == 2
+    assert log[second]["step"] == [one["step"] for one in log[:second] if one["kind"] == "train"][-1]
+
+
+@_ALL_ONLY
 def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_path: Path) -> None:
     run = planned(tmp_path, "quorum")
     free = settings(plan__width=1, memory__copies=1, checkpoint__every_steps=0, sync__lease_s=4.0)
