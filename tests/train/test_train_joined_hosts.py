@@ -16,6 +16,7 @@ from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
 from tests.support.training import Running, settings, write_run
 
+pytest.importorskip("cryptography", reason="keys of machines need it")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not TRY_ALL, reason="three machines for a minute: make test-all"),
