@@ -9,6 +9,7 @@ import pytest
 
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.extent import TRY_ALL
+from tests.support.patience import patience_s
 from tests.support.training import GPT, Running, metrics, settings, write_run
 from tests.train.test_train_joined import closing, command, coordinating, ended, lines_of
 
@@ -131,6 +132,26 @@ def test_a_machine_that_leaves_goes_in_order_and_no_batch_is_lost(tmp_path: Path
     second = [number for number, one in enumerate(log) if one["kind"] == "start"][1]
     assert log[second]["num_stages"] == 2
     assert log[second]["step"] == [one["step"] for one in log[:second] if one["kind"] == "train"][-1]
+
+
+@_ALL_ONLY
+def test_a_pipeline_whose_coordinator_is_killed_goes_on_once_it_is_started_again(tmp_path: Path) -> None:
+    """Its own machine had a stage, so that the phase has failed meanwhile."""
+    run = planned(tmp_path, "allreduce")
+    more = settings(training__steps=60, checkpoint__every_steps=5)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
+        blue = joining(tmp_path, stack, red, "blue")["blue"]
+        red.wait_for_step(12)
+        red.process.kill()
+        red.process.wait(patience_s())
+        (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
+        found = [ended(one) for one in (red, blue)]
+    assert [status for status, *_ in found] == [0, 0], found
+    assert "The run that this coordinator has left is taken up. Phase 1 trains on " in found[0][2]
+    starts = metrics(tmp_path / "runs" / "run", "start")
+    assert [one["num_stages"] for one in starts] == [2, 2]
+    assert starts[1]["step"] >= 10
 
 
 @_ALL_ONLY
