@@ -224,6 +224,16 @@ class RunFolder:
         if source != self.path / RECORD:
             self.record()
 
+    def put_back(self) -> None:
+        """Make the files that a resume reads as they are in the record, which another machine wrote."""
+        files = _files_in((self.path / RECORD).read_bytes(), self.path / RECORD)
+        for name in RECORDED:
+            kept = files.get(name)
+            if kept is None:
+                (self.path / name).unlink(missing_ok=True)
+            elif self._found(name) != kept:
+                write_bytes_atomically(self.path / name, kept)
+
     def check_recorded(self) -> None:
         """Refuse files that differ from the record, for a process that starts in the middle of a run."""
         content = self.recorded()

@@ -31,9 +31,11 @@ from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.copies.copier import CopyOrders
+from bireme.runtime.copies.folder_server import digests_at, read_range
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.attended import Attended
+from bireme.train.checkpoint.holders import other_machines
 from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
@@ -64,6 +66,7 @@ _TOKEN_BYTES = 16
 _WAY_ON = "Start bireme train on all hosts again: the run resumes from its newest checkpoint."
 _END_S = 30.0
 """How long the host that leads at the end may take to write down how the run ended."""
+_WRITTEN_S = 1.0
 _ASK_S = 5.0
 """How long a coordinator may take to answer a host that has been started again."""
 
@@ -74,7 +77,8 @@ _OF_THE_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     """What the folder of a run has of its hosts: `began_s` is when it began, in seconds of the epoch. Once it
-    has ended, `reason` is why, after that many `steps`. `phase` is the number in a run of `bireme join`.
+    has ended, `reason` is why, after that many `steps`; `is_finished` is whether its results are written.
+    `phase` is the number in a run of `bireme join`.
     """
 
     orders: Orders
@@ -83,6 +87,7 @@ class _UnderWay:
     reason: str = ""
     steps: int = 0
     phase: int = 0
+    is_finished: bool = False
 
 
 _UNDER_WAY = TypeAdapter(_UnderWay)
@@ -116,7 +121,7 @@ def meet_hosts(
         talk.say(f"keeper/{number}", asdict(keeper.started(folder.load_run())))
         follower = talk.hear(f"keeper/{(number + 1) % len(hosts)}") if len(hosts) > 1 else None
         keeper.follow(None if follower is None else KeeperAddress(**follower))
-    if number == 0:
+    if number == 0 or orders.start.machines is not None:
         _write_under_way(folder, _UnderWay(orders, hosts, time.time(), phase=place.phase))
     return _launch_host(own, number, folder, coordinator, hosts)
 
@@ -350,12 +355,71 @@ def _note_end(folder: RunFolder, token: str, outcome: Outcome) -> None:
 def _how_it_ended(folder: RunFolder, token: str) -> str:
     """The sentence for a host that was cut off when the run with this token ended; empty if it has not."""
     found = _under_way_in(folder, token)
+    place = folder.path if found is None or found.orders.start.machines is None else "its folder there"
+    if found is not None and not found.reason and found.orders.start.machines is not None:
+        found = _ended_elsewhere(folder, found)
     if found is None or not found.reason:
         return ""
     return (
         f"The run ended after step {found.steps} ({found.reason}). A replica on another host led it; the "
-        f"results are in {folder.path}."
+        f"results are in {place}."
     )
+
+
+# If machines share no folder, the host that led at the end has that in its own, and the others ask for it.
+
+
+def _ended_elsewhere(folder: RunFolder, own: _UnderWay) -> _UnderWay | None:
+    """What the host that led has of a run that has ended; None if no host that answers has that."""
+    for address in other_machines(folder.path):
+        found = _under_way_at(address, folder, own)
+        if found is not None and found.reason:
+            with suppress(BiremeError):
+                _write_under_way(folder, replace(own, reason=found.reason, steps=found.steps))
+            return found
+    return None
+
+
+def _under_way_at(address: KeeperAddress, folder: RunFolder, own: _UnderWay) -> _UnderWay | None:
+    """What another host has of this run; None if it does not answer."""
+    served = digests_at(address, [folder.hosts.name], _ASK_S)[0]
+    with suppress(BiremeError, ValueError):
+        if served is not None:
+            text = read_range([address], folder.hosts.name, 0, served.num_bytes, _ASK_S)
+            found = _UNDER_WAY.validate_json(bytes(text))
+            return found if _token_of(found) == _token_of(own) else None
+    return None
+
+
+def _token_of(found: _UnderWay) -> str:
+    return "" if found.orders.hosts is None else found.orders.hosts.token
+
+
+def wait_for_leader(orders: Orders) -> None:
+    """Return once the host that led has written the results, for which it may read files here."""
+    own = _under_way_in(orders.folder)
+
+    def is_over() -> bool:
+        found = None if own is None else _ended_elsewhere(orders.folder, own)
+        return found is None or found.is_finished
+
+    while not is_over():
+        time.sleep(_WRITTEN_S)
+
+
+def part_as_leader(orders: Orders) -> None:
+    """Write down, for the other hosts, that the results are written; return once none of them copies files
+    from here any more.
+    """
+    folder, own = orders.folder, _under_way_in(orders.folder)
+    if own is None:
+        return
+    with suppress(BiremeError, OSError):
+        _write_under_way(folder, replace(own, is_finished=True))
+    for address in other_machines(folder.path):
+        # One that led too, as the last replica that it knew of, does not copy.
+        while (there := _under_way_at(address, folder, own)) is not None and not there.is_finished:
+            time.sleep(_WRITTEN_S)
 
 
 def _started_coordinator(

@@ -24,6 +24,8 @@ from bireme.train.checkpoint.shard import SavedTensors, write_shard
 
 _FORMAT = 1
 FILE, _INDEX = "rank-0000.safetensors", "index.json"
+INITIAL_FILES = FILE, _INDEX
+"""The names of the files in the folder that `InitialWeights.write` makes."""
 
 
 class _Index(BaseModel):

@@ -31,6 +31,7 @@ from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.attended import Attended
+from bireme.train.checkpoint.holders import MachinesNote
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
@@ -40,9 +41,11 @@ from bireme.train.host_launcher import (
     host_orders,
     how_it_ended_before,
     meet_hosts,
+    part_as_leader,
     train_on_host,
     under_way,
     wait_for_launcher,
+    wait_for_leader,
 )
 from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
@@ -58,6 +61,7 @@ from bireme.train.private_census import (
     plain_census,
     write_census,
 )
+from bireme.train.rank_part import SpreadMachines
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import (
     ORDERS,
@@ -73,6 +77,14 @@ from bireme.train.resume_checks import check_files_here
 from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_machines import (
+    COPY_S,
+    MachineFolders,
+    put_mark,
+    sees_mark,
+    take_files_of_others,
+    take_run,
+)
 from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
 from bireme.wire.encryption import set_encryption
@@ -107,17 +119,18 @@ def join(
             tell(sentence)
         return None
     attended = Attended.of(os.environ)
-    with HostKeeper(attended) as keeper:
+    with HostKeeper(attended) as keeper, MachineFolders() as folders:
         ends_s = None
         if (back := under_way(environment, run_file, sets)) is not None:
             with suppress(RunLostError):
-                return _on_host(*back, environment.rank, None, keeper, attended)
+                return _on_host(*back, environment.rank, None, keeper, folders, attended)
             ends_s = _lost(environment)
         let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
         while True:
             try:
                 store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)
-                return _Joined(environment, store, keeper, attended, anyway=anyway).go(run_file, sets, show)
+                joined = _Joined(environment, store, keeper, folders, attended, anyway=anyway)
+                return joined.go(run_file, sets, show)
             except RunLostError:
                 ends_s = _lost(environment)
             except dist.DistError as error:  # its text goes on with frames of C++
@@ -148,12 +161,22 @@ def _on_host(
     rank: int,
     prepared: PreparedRun | None,
     keeper: HostKeeper,
+    folders: MachineFolders,
     attended: Attended | None,
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
     assert orders.hosts is not None, "replicas may die"
     if host is not None:
-        return train_on_host(orders, orders.hosts, host, prepared, keeper, attended)
+        if orders.start.machines is not None and folders.note is None:
+            folders.begin_again(orders.folder.path, orders.folder.load_run())
+        finished = train_on_host(orders, orders.hosts, host, prepared, keeper, attended)
+        if folders.note is not None:
+            folders.finish()
+            if finished is None:
+                wait_for_leader(orders)
+            else:
+                part_as_leader(orders)
+        return finished
     wait_for_launcher(orders.hosts, rank)
     return None
 
@@ -169,12 +192,17 @@ class _Joined:
         environment: Environment,
         store: Store,
         keeper: HostKeeper,
+        folders: MachineFolders,
         attended: Attended | None,
         *,
         anyway: bool,
     ) -> None:
         self.place = environment.rank
-        self._keeper, self._attended = keeper, attended
+        self._keeper, self._folders, self._attended = keeper, folders, attended
+        self._runs: Path | None = None
+        """The folder for runs on this machine."""
+        self._taken: Orders | None = None
+        """What this process was told, with the folder of the run on this machine."""
         self._anyway = anyway
         self._environment = environment
         self._store = store
@@ -193,9 +221,10 @@ class _Joined:
         rank, size = self._environment.rank, self._environment.size
         with World(PrefixStore("prepare", self._store), rank=rank, size=size):
             nodes = nodes_of(self._members())
+            addresses = self._serve(nodes, run_file, sets)
             led = None
             if rank == 0:
-                led = self._lead(run_file, sets, nodes, show)
+                led = self._lead(run_file, sets, nodes, show, addresses)
             else:
                 self._follow(nodes)
             status, told = self._talk.hear("status"), self._talk.hear("orders")
@@ -204,9 +233,10 @@ class _Joined:
             if status:
                 # A launcher that sees the first of them end would end the others by a signal.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            host, orders = None, None if told is None else ORDERS.validate_python(told)
+            host, orders = None, None if told is None else self._taken
             if not status and orders is not None:
                 set_encryption(orders.folder.load_run().links.encrypt)
+                orders = self._spread(orders, nodes, addresses)
             if not status and orders is not None and orders.hosts is not None:
                 host = meet_hosts(orders, orders.hosts, self._environment, self._talk, self._keeper)
         if status:
@@ -215,18 +245,92 @@ class _Joined:
             return None
         if orders.hosts is not None:
             prepared = None if led is None else led.prepared
-            return _on_host(orders, host, rank, prepared, self._keeper, self._attended)
+            return _on_host(orders, host, rank, prepared, self._keeper, self._folders, self._attended)
         num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
         self._train(orders, num_local)
+        is_spread = orders.start.machines is not None
         if led is None:
+            if is_spread:
+                self._copy_last(orders)
+                self._talk.hear("finished")
             self._talk.count_in("parted")
             return None
-        outcomes = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
+        told = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
+        outcomes = TypeAdapter(list[Outcome]).validate_python(told)
+        finished = self._finish_spread(orders, led, outcomes) if is_spread else None
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        found = TypeAdapter(list[Outcome]).validate_python(outcomes)
-        return None if goes_on(self._attended, found) else finish(led.prepared, led.folder, found)
+        if is_spread:
+            return finished
+        return None if goes_on(self._attended, outcomes) else finish(led.prepared, led.folder, outcomes)
+
+    # If machines share no folder.
+
+    def _serve(
+        self, nodes: dict[str, list[LaunchedProcess]], run_file: Path | None, sets: Sequence[str]
+    ) -> tuple[KeeperAddress, ...]:
+        """Serve this machine's folder of the run; the addresses of all machines. None if there is one."""
+        if len(nodes) == 1:
+            return ()
+        firsts = [members[0].rank for members in nodes.values()]
+        name = None
+        with suppress(BiremeError):  # rank 0 says what is wrong
+            run = load_asked(run_file, sets)
+            self._runs, name = Path(run.log.folder).resolve(), run.log.name or self._environment.job
+        if self._environment.rank in firsts:
+            folder = None if self._runs is None or name is None else self._runs / name
+            address = self._folders.served(folder)
+            self._talk.say(f"folder/{self._environment.rank}", asdict(address))
+        return tuple(KeeperAddress(**self._talk.hear(f"folder/{first}")) for first in firsts)
+
+    def _spread(
+        self, orders: Orders, nodes: dict[str, list[LaunchedProcess]], addresses: Sequence[KeeperAddress]
+    ) -> Orders:
+        """The orders with the machines that share no folder, if there are any: then this machine copies what
+        the others write.
+        """
+        rank, folders = self._environment.rank, self._talk.hear("storages")
+        if len(set(folders)) == 1:
+            self._folders.close()
+            return orders
+        node = next(number for number, own in enumerate(nodes.values()) if rank in _ranks_of(own))
+        names = [members[0].host for members in nodes.values()]
+        if len(set(names)) < len(names):
+            names = [f"{name} ({number})" for number, name in enumerate(names)]
+        own = folders[rank]
+        places = [place for place, each in enumerate(orders.places) if folders[each] == own]
+        first = tuple((0, place) for place in places[:1])
+        if orders.hosts is not None:
+            parts = orders.hosts.parts[node]
+            first = tuple((one.replica, one.ranks[0]) for one in parts if node == own or own not in one.hosts)
+        if node == own and rank == _ranks_of([*nodes.values()][node])[0]:
+            self._folders.begin(
+                orders.folder.path, orders.folder.load_run(), MachinesNote((*addresses,), own)
+            )
+        machines = SpreadMachines(tuple(names), own, first)
+        return replace(orders, start=replace(orders.start, machines=machines))
+
+    def _copy_last(self, orders: Orders) -> None:
+        """Copy what the machines before this one have written last, if this process copies."""
+        for place in range(len(orders.places)):
+            self._talk.hear(f"outcome/{place}")
+        if self._folders.note is not None:
+            self._folders.finish()
+            self._talk.count_in("copied")
+
+    def _finish_spread(self, orders: Orders, led: RunSetup, outcomes: list[Outcome]) -> FinishedRun | None:
+        """Write down what came of the run, while the others serve their files; then wait for their copies."""
+        note = self._folders.note
+        assert note is not None, "rank 0 is the first on its machine"
+        take_files_of_others(led.folder.path, note)
+        is_over = not goes_on(self._attended, outcomes)
+        finished = finish(led.prepared, led.folder, outcomes) if is_over else None
+        self._copy_last(orders)
+        num = len(set(self._talk.hear("storages")))
+        until(lambda: self._talk.counted("copied") == num, COPY_S)
+        self._talk.say("finished", True)
+        return finished
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
@@ -238,7 +342,12 @@ class _Joined:
         return [LaunchedProcess(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
     def _lead(
-        self, run_file: Path | None, sets: Sequence[str], nodes: dict[str, list[LaunchedProcess]], show: Show
+        self,
+        run_file: Path | None,
+        sets: Sequence[str],
+        nodes: dict[str, list[LaunchedProcess]],
+        show: Show,
+        addresses: tuple[KeeperAddress, ...],
     ) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
         talk, led, status, complaint = self._talk, None, 0, ""
@@ -248,11 +357,15 @@ class _Joined:
             kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
             keepers = [KeeperAddress(**one) for one in kept if one is not None]
             wait = None if self._attended is None else self._attended.wait_to_train
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers, wait)
+            note = MachinesNote(addresses, 0) if addresses else None
+            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers, note, wait)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
                 orders = _orders(led, nodes)
+                if addresses:
+                    self._folders.served(led.folder.path)
+                    orders = replace(orders, mark=put_mark(led.folder.path.parent))
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
                 led = self._hear_all(led)
@@ -260,6 +373,10 @@ class _Joined:
             complaint = str(error)
             tell(complaint)
             status = _NO_PROGRESS if isinstance(error, RestartLimitError) else _USER_ERROR
+        finally:
+            if orders is not None and orders.mark:
+                with suppress(OSError):
+                    (orders.folder.path.parent / orders.mark).unlink()
         for name in ("device", "orders"):
             if not talk.is_said(name):
                 talk.say(name, None)
@@ -282,6 +399,7 @@ class _Joined:
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
+        self._talk.say("storages", [own["storage"] for own in told])
         return replace(led, prepared=replace(led.prepared, census=census))
 
     def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
@@ -325,13 +443,35 @@ class _Joined:
     def _take(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
         census: Census = {}
+        rank = self._environment.rank
+        storage = node = next(number for number, own in enumerate(nodes.values()) if rank in _ranks_of(own))
         try:
+            folder = self._folder_for(orders)
+            self._taken = own = orders.moved(folder.path)
+            if not orders.mark or rank == 0 or sees_mark(folder.path.parent, orders.mark):
+                storage = 0
+            elif rank == _ranks_of([*nodes.values()][node])[0]:
+                self._fetch(orders, folder)
+            orders = own
             self._check(orders, nodes)
             census, complaint = self._census(orders, nodes), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
-        ready = {"complaint": complaint, "census": plain_census(census)}
-        self._talk.say(f"ready/{self._environment.rank}", ready)
+        ready = {"complaint": complaint, "census": plain_census(census), "storage": storage}
+        self._talk.say(f"ready/{rank}", ready)
+
+    def _folder_for(self, orders: Orders) -> RunFolder:
+        """Where this machine has the run, or will have it."""
+        there = orders.folder.path
+        runs = there.parent if self._environment.rank == 0 or self._runs is None else self._runs
+        return RunFolder(runs / there.name)
+
+    def _fetch(self, orders: Orders, folder: RunFolder) -> None:
+        """Have the files of the run in this machine's folder, as rank 0 has them."""
+        checkpoint = orders.start.checkpoint
+        name = None if checkpoint is None else checkpoint.relative_to(orders.folder.path).as_posix()
+        take_run(folder, name, KeeperAddress(**self._talk.hear("folder/0")))
+        self._folders.served(folder.path)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
@@ -352,7 +492,7 @@ class _Joined:
         if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
-                "Set log.folder to a folder that all machines share."
+                "Set log.folder to a folder that all machines share, or to one of its own on each."
             )
         firsts = [members[0].rank for members in nodes.values()]
         if self._environment.rank in firsts[1:]:
@@ -394,6 +534,10 @@ class _Joined:
         cause = board.cause()
         if cause is not None:
             raise cause.to_others()
+
+
+def _ranks_of(members: Sequence[LaunchedProcess]) -> list[int]:
+    return [one.rank for one in members]
 
 
 def _encryption(run: RunFile, orders: Orders) -> str:

@@ -31,6 +31,7 @@ from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.replicas.launch import launch_replicas
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
+from bireme.train.checkpoint.holders import Holders
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
 from bireme.train.link_codecs import sums_of
@@ -236,6 +237,7 @@ def run_start(
         passed_over=() if checkpoint is None else checkpoint.passed_over,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed),
         copies=copies,
+        holders=Holders() if checkpoint is None else checkpoint.holders,
     )
 
 

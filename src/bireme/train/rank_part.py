@@ -18,7 +18,9 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.world import World
 from bireme.train.base_weights import load_base, names_in_base
+from bireme.train.checkpoint.holders import Holders
 from bireme.train.checkpoint.manifest import CheckpointMeta
+from bireme.train.checkpoint.writer import SpreadPlace
 from bireme.train.data.loader import PartlyRead, RankBatches
 from bireme.train.data.placing import SampleOrder
 from bireme.train.data.prepare import RunData
@@ -35,6 +37,21 @@ from bireme.train.stops import Stops
 
 
 @dataclass(frozen=True, slots=True)
+class SpreadMachines:
+    """The names of the machines of a run that share no folder, and the index of this one. `first` are the
+    ranks here that take care of the folder, with the replica of each if replicas may die, else 0.
+    """
+
+    names: tuple[str, ...]
+    own: int
+    first: tuple[tuple[int, int], ...]
+
+    def place_of(self, replica: int, rank: int) -> SpreadPlace:
+        """The place of a rank of this machine."""
+        return SpreadPlace(self.names, self.own, (replica, rank) in self.first)
+
+
+@dataclass(frozen=True, slots=True)
 class RunStart:
     """Which run, from which checkpoint if any, and what else the processes need beyond what its folder says.
 
@@ -42,7 +59,8 @@ class RunStart:
     damaged checkpoints after the one to resume from. If there are `copies` the run goes on from these instead
     of a checkpoint; `copying` says where ranks give second copies. With `may_replan` the starter of the run
     makes a new plan for it if it ends to that end. `census` counts the private samples of all servers.
-    Updates are delayed after `first_delayed_step`.
+    Updates are delayed after `first_delayed_step`. If machines share no folder, these are the `machines`, and
+    `holders` have the files of the checkpoint.
     """
 
     folder: Path
@@ -56,6 +74,8 @@ class RunStart:
     first_delayed_step: int = 0
     copies: CopySource | None = None
     copying: CopyOrders | None = None
+    holders: Holders = field(default_factory=Holders)
+    machines: SpreadMachines | None = None
 
     @property
     def resumes(self) -> bool:

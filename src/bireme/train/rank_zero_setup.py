@@ -24,6 +24,7 @@ from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.checkpoint.holders import MachinesNote, fetch_manifests
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
@@ -34,6 +35,7 @@ from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_copies import newest_state, start_name
 from bireme.train.run_file import RunFile
+from bireme.train.run_machines import bring_run
 from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
 # The hosts of a run whose replicas may die: which ranks each of them starts.
@@ -171,19 +173,23 @@ def set_up_run(
     ask_servers: Callable[[str, list[int]], list[str]],
     tell: Callable[[str], None],
     keepers: Sequence[KeeperAddress] = (),
+    machines: MachinesNote | None = None,
     wait: Callable[[float | None], None] | None = None,
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
-    `keepers` hold second copies of an earlier start. In a run of `bireme join`, `wait` takes the predicted
-    seconds of a batch, and returns once the phase before this one has ended: only then its state is read.
+    `keepers` hold second copies of an earlier start, `machines` serve their folders of the run. In a run of
+    `bireme join`, `wait` takes the predicted seconds of a batch, and returns once the phase before this one
+    has ended: only then its state is read.
     """
     started = nodes
     if asked.sync.is_coordinated:
         check_launchers(nodes, asked.sync.mode)
         nodes = processes_of(asked, nodes)
     named = _named(asked, environment)
+    if machines is not None and named.log.name is not None:
+        bring_run((Path(named.log.folder) / named.log.name).resolve(), machines)
     begun = _begun(named, environment)
     if begun is not None:
         begun.restore(tell)
@@ -249,7 +255,8 @@ def _newest(
     """The newest state of a run; None if it has done all its steps."""
     if begun is None:
         return _NewestState(None, 0)
-    checkpoint, number = newest_state(begun.checkpoints(run), keepers, run, on_bad=tell)
+    but = fetch_manifests(begun.path, run.checkpoint.folder)
+    checkpoint, number = newest_state(begun.checkpoints(run), keepers, run, on_bad=tell, but=but)
     at = _step_of(checkpoint)
     if has_ended(run, begun, at):
         tell(f"{begun.path} has finished its {run.training.steps} steps. To train further, set more.")

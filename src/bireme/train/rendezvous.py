@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -89,7 +90,8 @@ class HostOrders:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
-    may die each process is the launcher of its host or waits for it, as `hosts` specifies.
+    may die each process is the launcher of its host or waits for it, as `hosts` specifies. Machines that see
+    the file `mark` beside the folder of the run share it.
     """
 
     start: RunStart
@@ -99,11 +101,24 @@ class Orders:
     device: str
     timeout_s: float
     hosts: HostOrders | None = None
+    mark: str = ""
 
     @property
     def folder(self) -> RunFolder:
         """The run's folder."""
         return RunFolder(self.start.folder)
+
+    def moved(self, folder: Path) -> "Orders":
+        """The same for a machine that has the run in a folder of its own."""
+        start = self.start
+
+        def place(path: Path) -> Path:
+            return folder / path.relative_to(start.folder)
+
+        checkpoint = None if start.checkpoint is None else place(start.checkpoint)
+        passed_over = tuple(map(place, start.passed_over))
+        moved = replace(start, folder=folder, checkpoint=checkpoint, passed_over=passed_over)
+        return replace(self, start=moved)
 
     def start_of(self, num_here: int, *, is_shown: bool, census: Census) -> RunStart:
         """What a rank is told, if that many ranks are on its host."""

@@ -37,6 +37,7 @@ from bireme.sync.coordinator.state import (
     numbers_of_healing,
 )
 from bireme.train.checkpoint.checkpoint import step_folder
+from bireme.train.checkpoint.holders import is_elsewhere
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
@@ -316,7 +317,7 @@ class LeaderWriter:
 
     def has(self, step: int) -> bool:
         """Whether some replica has written the checkpoint of that step."""
-        return step_folder(self.folder, step).is_dir()
+        return step_folder(self.folder, step).is_dir() or is_elsewhere(step_folder(self.folder, step))
 
     def close(self) -> None:
         """Let another replica write, if this one did. One that leads again opens a writer again."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -195,24 +195,26 @@ def newest_state(
     keepers: Sequence[KeeperAddress],
     run: RunFile,
     on_bad: Callable[[str], None] | None = None,
+    *,
+    but: Collection[Path] = (),
 ) -> tuple[Checkpoint | None, int]:
     """The newest of the checkpoints in a folder and the second copies at keepers that is whole and intact,
     and the number of the next start of the run, by the starts that the keepers know. Of two states after the
     same step it is the checkpoint.
 
     Checkpoints older than the copies are not read. Raises a `BiremeError` if there are checkpoints, all are
-    damaged, and there are no copies.
+    damaged, and there are no copies. Checkpoints in `but` are passed over.
     """
     shards = shards_at(keepers, run.cluster.timeout_s, checks=True)
     number = max((start_number(one.version.start) for one in shards), default=-1) + 1
     whole = newest_of(shards)
     if not whole:
-        return newest_good(folder, on_bad), number
+        return newest_good(folder, on_bad, but=but), number
     version = whole[0][0].version
     saved = find_checkpoints(folder)
     if saved and step_of(saved[-1]) >= version.step:
         with suppress(BiremeError):
-            checkpoint = newest_good(folder, on_bad)
+            checkpoint = newest_good(folder, on_bad, but=but)
             if checkpoint is not None and checkpoint.manifest.step >= version.step:
                 return checkpoint, number
     source = CopySource(version, tuple(keepers), run.cluster.timeout_s)

@@ -279,7 +279,9 @@ def _writer(
 ) -> CheckpointWriter | LeaderWriter:
     """What writes the checkpoints of a run, which goes on from one if there is one."""
     world, run = part.world, part.run
-    folder = part.folder.checkpoints(run)
+    folder, machines = part.folder.checkpoints(run), part.start.machines
+    replica = 0 if part.order is None else part.order.life.replica
+    place = None if machines is None else machines.place_of(replica, world.rank)
 
     def opened(resumed_from: Checkpoint | None, store: Store) -> CheckpointWriter:
         return CheckpointWriter(
@@ -291,12 +293,21 @@ def _writer(
             on_event=note,
             resumed_from=resumed_from,
             record=None if world.rank else part.folder.recorded(),
+            place=place,
         )
+
+    def newest() -> Checkpoint | None:
+        try:
+            return newest_good(folder)
+        except BiremeError:  # all are lost with the machines that had them
+            if place is None:
+                raise
+            return None
 
     if part.member is not None:
         return LeaderWriter(
             folder,
-            lambda number: opened(newest_good(folder), PrefixStore(f"writer {number}", world.store)),
+            lambda number: opened(newest(), PrefixStore(f"writer {number}", world.store)),
             warn,
         )
     if part.start.copies is not None:  # which are no checkpoint in the folder
@@ -395,7 +406,7 @@ def _checkpoint(start: RunStart) -> Checkpoint | None:
         return checkpoint_of(start.copies, start.copies.shards())
     if start.checkpoint is None:
         return None
-    return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over)
+    return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over, holders=start.holders)
 
 
 def _stage_watch(part: RankPart, plan: Plan, pipeline: Pipeline) -> StageWatch | None:

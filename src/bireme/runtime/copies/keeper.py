@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -158,15 +158,15 @@ def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
 # The keeper itself: one thread listens, and each connection has a thread.
 
 
-class _Pace:
-    """Bounds how fast a keeper sends: to `bytes_per_s`, or to a share of the link's time."""
+class Pace:
+    """Bounds how fast copies cross the network: to `bytes_per_s`, or to a share of the link's time."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._lock, self._free_s = threading.Lock(), 0.0
 
     def wait(self, num_bytes: int, took_s: float) -> None:
-        """Wait after `num_bytes`, which took `took_s` to send."""
+        """Wait after `num_bytes`, which took `took_s` to cross."""
         if self._bytes_per_s is None:
             time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
             return
@@ -184,19 +184,18 @@ class _Held:
         self.copies, self.lock = ShardCopies(), threading.Lock()
 
 
-class Keeper:
-    """Holds copies, and serves them at `address` until it is closed. `follower` is the keeper of the next
-    host, which gets a copy of what the ranks of this host give.
+class TalkServer:
+    """Answers a request on each connection at `address` until it is closed; `acts` has the function for each
+    kind of request.
     """
 
-    def __init__(self, *, bytes_per_s: float | None, timeout_s: float) -> None:
+    acts: Mapping[str, Callable[[KeeperTalk, dict[str, Any]], None]]
+
+    def __init__(self, name: str, timeout_s: float) -> None:
         doorway = Doorway()
         self.address = KeeperAddress(doorway.address, new_key())
-        self.follower: KeeperAddress | None = None
-        self._timeout_s, self._pace = timeout_s, _Pace(bytes_per_s)
-        self._held: dict[int, _Held] = {}
-        self._lock = threading.Lock()
-        self._listening = ListenerThread(self.address.key, doorway.sockets, self._take, "bireme keeper")
+        self._timeout_s = timeout_s
+        self._listening = ListenerThread(self.address.key, doorway.sockets, self._take, name)
 
     def close(self) -> None:
         """Listen no more."""
@@ -210,10 +209,29 @@ class Keeper:
         with made, suppress(OSError):
             try:
                 asked = talk.hear()
-                act = {"keep": self._keep, "hold": self._hold, "list": self._list, "read": self._read}
-                (act | {"follow": self._follow})[asked["do"]](talk, asked)
+                self.acts[asked["do"]](talk, asked)
             except BiremeError as error:
                 talk.say({"error": str(error)})
+
+
+class Keeper(TalkServer):
+    """Holds copies, and serves them. `follower` is the keeper of the next host, which gets a copy of what the
+    ranks of this host give.
+    """
+
+    def __init__(self, *, bytes_per_s: float | None, timeout_s: float) -> None:
+        self.follower: KeeperAddress | None = None
+        self._pace = Pace(bytes_per_s)
+        self._held: dict[int, _Held] = {}
+        self._lock = threading.Lock()
+        self.acts = {
+            "keep": self._keep,
+            "hold": self._hold,
+            "list": self._list,
+            "read": self._read,
+            "follow": self._follow,
+        }
+        super().__init__("bireme keeper", timeout_s)
 
     def _of(self, shard: int) -> _Held:
         with self._lock:

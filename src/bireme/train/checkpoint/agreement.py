@@ -56,10 +56,13 @@ class PartReport(_Message):
 
 
 class CheckpointVerdict(_Message):
-    """Whether the draft became a checkpoint, with its bytes, or why not."""
+    """Whether the draft became a checkpoint, with its bytes, or why not. If machines share no folder,
+    `manifest` is for the others to write.
+    """
 
     num_bytes: int = 0
     error: str | None = None
+    manifest: str = ""
 
 
 class NoWordError(Exception):

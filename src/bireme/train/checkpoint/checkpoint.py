@@ -12,16 +12,19 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
+
+from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.copies.copier import CopySource
 from bireme.runtime.snapshot import Snapshot, joined
 from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.holders import Holders, SpreadTensors, find_holders
 from bireme.train.checkpoint.manifest import SHARES, FileEntry, Manifest, RecordEntry, read_manifest
 from bireme.train.checkpoint.shard import SavedTensors
 
@@ -163,32 +166,63 @@ class Checkpoint:
     """One checkpoint, of which only the manifest was read.
 
     `passed_over` are newer ones that were found damaged on the way to it. One with `copies` has no files: it
-    is in the memory of keepers.
+    is in the memory of keepers. If machines share no folder, `holders` have the files that are not here.
     """
 
     folder: Path
     manifest: Manifest
     passed_over: tuple[Path, ...] = ()
     copies: CopySource | None = None
+    holders: Holders = field(default_factory=Holders)
 
     def snapshot(self) -> Snapshot:
         """The state of all ranks, by name. A tensor is read from its file or its keeper when it is used."""
-        saved = (
-            SavedTensors(self.folder, self.manifest.files) if self.copies is None else self.copies.tensors()
-        )
+        saved: Mapping[str, Tensor]
+        if self.copies is not None:
+            saved = self.copies.tensors()
+        elif self.manifest.machines:
+            saved = SpreadTensors(self.folder, self.folder.parents[1], self.manifest, self.holders)
+        else:
+            saved = SavedTensors(self.folder, self.manifest.files)
         tensors = joined(saved)
         shares = self.manifest.extra.get(SHARES)
         known = shares if isinstance(shares, dict) else None
         return Snapshot(self.manifest.step, self.manifest.clip_scale, tensors, known)
 
     def damage(self) -> tuple[str, ...]:
-        """Read all files; return a sentence for each that is not as written; none if all are intact."""
-        files: list[FileEntry | RecordEntry] = [*self.manifest.files]
-        if self.manifest.record is not None:
+        """Read all files; return a sentence for each that is not as written; none if all are intact. If
+        machines share no folder, a file that is not here is no damage.
+        """
+        return tuple(self.bad_files(but=self.lacking()).values())
+
+    def bad_files(self, *, but: Collection[FileEntry] = ()) -> dict[str, str]:
+        """Read all files but these; return the name of each that is not as written, with a sentence."""
+        files: list[FileEntry | RecordEntry] = [one for one in self.manifest.files if one not in but]
+        if self.manifest.record is not None and not self.manifest.machines:
             files.append(self.manifest.record)
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(files))) as threads:
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(files) or 1)) as threads:
             found = threads.map(lambda entry: _damage(self.folder / entry.name, entry), files)
-            return tuple(sentence for sentence in found if sentence is not None)
+            bad = zip((one.name for one in files), found, strict=True)
+            return {name: sentence for name, sentence in bad if sentence is not None}
+
+    def lacking(self) -> list[FileEntry]:
+        """The files that are not here, because another machine wrote them."""
+        if not self.manifest.machines:
+            return []
+        return [one for one in self.manifest.files if not (self.folder / one.name).exists()]
+
+    def with_holders(self, tell: Callable[[str], None] | None) -> "Checkpoint":
+        """This checkpoint of machines that share no folder, with those that have the files that are not here
+        or damaged here, of which `tell` is told. Raises a `BiremeError` if a file is nowhere.
+        """
+        lacking = self.lacking()
+        bad = self.bad_files(but=lacking)
+        lacking += [one for one in self.manifest.files if one.name in bad]
+        found = find_holders(self.folder.parents[1], self.folder, self.manifest, lacking)
+        if tell is not None:
+            for sentence in bad.values():
+                tell(f"{sentence} Another machine has it.")
+        return replace(self, holders=found)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -227,23 +261,32 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def newest_good(folder: Path, on_bad: Callable[[str], None] | None = None) -> Checkpoint | None:
+def newest_good(
+    folder: Path, on_bad: Callable[[str], None] | None = None, *, but: Collection[Path] = ()
+) -> Checkpoint | None:
     """The newest checkpoint in `folder` of which every byte is as it was written; None if there is none.
 
     All files of each one tried are read. A damaged one is passed over, and `on_bad` told of each of its bad
     files in a sentence. If there are some and all of them are damaged, that is a `BiremeError`. One rank
-    should ask, and the others `open_checkpoint` what it has found.
+    should ask, and the others `open_checkpoint` what it has found. Those in `but` are passed over too. Files
+    that are not here are looked for on the other machines of the run.
     """
     found = find_checkpoints(folder)
     newest = ""
     for index in reversed(range(len(found))):
+        sentences: tuple[str, ...]
         try:
             checkpoint = open_checkpoint(found[index])
-            sentences = checkpoint.damage()
+            if found[index] in but:
+                sentences = (f"{found[index]} is not complete: less than half of its machines have it.",)
+            elif checkpoint.manifest.machines:
+                checkpoint, sentences = checkpoint.with_holders(on_bad), ()
+            else:
+                sentences = checkpoint.damage()
         except BiremeError as error:
             sentences = (str(error),)
         if not sentences:
-            return Checkpoint(checkpoint.folder, checkpoint.manifest, found[index + 1 :])
+            return replace(checkpoint, passed_over=found[index + 1 :])
         newest = newest or sentences[0]
         if on_bad is not None:
             for sentence in sentences:

@@ -21,7 +21,7 @@ from bireme.train.checkpoint import disk
 SHARES = "shares"
 """Where a run's own part of the manifest has all that decides about its shares, if they follow speeds."""
 
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 RECORD: Final = "run-files.json"
 """The copies of the files of a run that a resume reads, in the folder of the run and in each checkpoint."""
 _LARGEST_EXTRA_BYTES = 1 << 20
@@ -63,12 +63,16 @@ class TensorEntry(_Document):
 
 
 class FileEntry(_Document):
-    """One file, without the folder it lies in."""
+    """One file, without the folder it lies in. If machines share no folder, `machine` is the index of the
+    machine that wrote it, and `digests` has the digest of each tensor.
+    """
 
     name: str = Field(pattern=r"^rank-\d{4,}\.safetensors$")
     num_bytes: Place
     sha256: _Sha256
     tensors: list[TensorEntry]
+    machine: Place = 0
+    digests: list[str] = []
 
 
 class RecordEntry(_Document):
@@ -96,6 +100,7 @@ class Manifest(_Document):
     extra: dict[str, JsonValue]
     files: list[FileEntry] = Field(min_length=1)
     record: RecordEntry | None = None
+    machines: list[str] = Field(default=[], description="names of machines, if these share no folder")
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +125,7 @@ def plain_extra(extra: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder that has none yet; return when it is on the disk."""
-    write_new(folder / _MANIFEST, sealed(manifest.model_dump(mode="json"), KEY))
+    write_new(folder / MANIFEST, sealed(manifest.model_dump(mode="json"), KEY))
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -132,13 +137,18 @@ def write_new(path: Path, data: bytes) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder; a `BiremeError` if it is not there, or not as it was written."""
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     try:
         signed = path.read_bytes()
     except FileNotFoundError:
         raise BiremeError(f"{path} is missing: without it {folder.name} is not a checkpoint.") from None
     except OSError as error:
         raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return manifest_in(signed, path)
+
+
+def manifest_in(signed: bytes, path: Path) -> Manifest:
+    """The manifest in the content of a file, which is or was at a path."""
     return validated(unsealed(signed, KEY, path), Manifest, source=str(path))
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -45,16 +46,44 @@ _LONGEST_HEADER_BYTES = 100_000_000
 """What the safetensors package reads at most."""
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_shard(path: Path, tensors: Mapping[str, Tensor], machine: int | None = None) -> FileEntry:
     """Write tensors on the CPU to a new file, and return when they are on the disk; what to expect there.
 
-    Bytes are written as they lie, so nothing is copied and every bit survives.
+    Bytes are written as they lie, so nothing is copied and every bit survives. If machines share no folder,
+    `machine` is the index of this one.
     """
     # The widest elements come first, so that each tensor lies at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries = [tensor_entry(name, tensors[name]) for name in names]
     digest = write_tensors(path, entries, tensors)
-    return FileEntry(name=path.name, num_bytes=digest.num_bytes, sha256=digest.sha256, tensors=entries)
+    found = FileEntry(name=path.name, num_bytes=digest.num_bytes, sha256=digest.sha256, tensors=entries)
+    if machine is None:
+        return found
+    digests = [tensor_digest(tensors[name]) for name in names]
+    return found.model_copy(update={"machine": machine, "digests": digests})
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The digest of the bytes of a tensor."""
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where the bytes of a tensor are in its file, and their digest."""
+
+    entry: TensorEntry
+    begin: int
+    num_bytes: int
+    digest: str
+
+
+def places_in(file: FileEntry) -> Iterator[TensorPlace]:
+    """Where the tensors are in a file that `write_shard` wrote with digests."""
+    begin = len(_header(file.tensors, {}))
+    for entry, digest in zip(file.tensors, file.digests, strict=True):
+        yield TensorPlace(entry, begin, element_bytes(entry), digest)
+        begin += element_bytes(entry)
 
 
 def write_tensors(

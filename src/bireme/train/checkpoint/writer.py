@@ -45,6 +45,7 @@ from bireme.train.checkpoint.checkpoint import (
     wait_for_token,
 )
 from bireme.train.checkpoint.manifest import (
+    MANIFEST,
     CheckpointMeta,
     FileEntry,
     Manifest,
@@ -73,6 +74,18 @@ class _CheckpointDraft:
     folder: Path
     meta: CheckpointMeta
     record: bytes | None = None
+    machines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPlace:
+    """The place of a rank among machines that share no folder: their names, the index of its own, and whether
+    it is the rank that takes care of the folder there.
+    """
+
+    machines: tuple[str, ...]
+    own: int
+    is_first: bool
 
 
 def _refuse_foreign(folder: Path, resumed_step: int | None, damaged: Collection[Path]) -> None:
@@ -105,6 +118,12 @@ def publish(
     disk.sync_folder(draft.folder)
     if read_manifest(draft.folder) != manifest:
         raise BiremeError("its manifest differs from what was written")
+    _name(draft, folder, damaged)
+    return manifest
+
+
+def _name(draft: _CheckpointDraft, folder: Path, damaged: Collection[Path]) -> None:
+    """Give a draft that is whole the name of a checkpoint."""
     target = step_folder(folder, draft.step)
     if target in damaged and target.exists():
         retire(target)
@@ -114,7 +133,6 @@ def publish(
     except OSError:
         retire(target)
         raise
-    return manifest
 
 
 def _keepable(
@@ -163,6 +181,7 @@ def _manifest(draft: _CheckpointDraft, files: list[FileEntry]) -> Manifest:
         bireme_version=bireme.__version__,
         files=files,
         record=record,
+        machines=[*draft.machines],
         **{one.name: getattr(draft.meta, one.name) for one in dataclasses.fields(draft.meta)},
     )
 
@@ -176,7 +195,8 @@ def _matching_files(draft: _CheckpointDraft, reports: Sequence[PartReport]) -> l
                 f"rank {report.rank} holds step {report.step} with the clipping factor {report.clip_scale} "
                 f"and rank 0 step {draft.step} with {draft.clip_scale}, so they are from different moments"
             )
-        if (draft.folder / file.name).stat().st_size != file.num_bytes:
+        is_here = not draft.machines or file.machine == files[0].machine
+        if is_here and (draft.folder / file.name).stat().st_size != file.num_bytes:
             raise BiremeError(f"rank 0 sees another {file.name} than rank {report.rank} wrote")
     seen: set[str] = set()
     for name in (entry.name for file in files for entry in file.tensors):
@@ -221,7 +241,9 @@ _PARTING_S = 5.0
 
 
 class CheckpointWriter:
-    """Writes this rank's part of every checkpoint into `folder`, which all ranks share, in the background.
+    """Writes this rank's part of every checkpoint into `folder`, which all ranks share, in the background. If
+    machines share none, `place` is this rank's: then each machine gets the files of its ranks, and the
+    manifest. A checkpoint is saved once more than half of the machines have the manifest.
 
     All ranks must make one, with a `store` that serves nothing else of this kind, and save the same steps.
     `resumed_from` is what the run goes on from, `record` the content of the record of the run's files, which
@@ -245,6 +267,7 @@ class CheckpointWriter:
         on_event: Callable[[CheckpointEvent], None],
         resumed_from: Checkpoint | None = None,
         record: bytes | None = None,
+        place: SpreadPlace | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if keep < LEAST_KEPT:
@@ -255,7 +278,7 @@ class CheckpointWriter:
         self.folder = folder
         self.rank = rank
         self.keep = keep
-        self._on_event, self._record = on_event, record
+        self._on_event, self._record, self._place = on_event, record, place
         self._agreement = CheckpointAgreement(store, rank, num_ranks, timeout_s=timeout_s)
         self._damaged = () if resumed_from is None else resumed_from.passed_over
         self._good: list[int] = []
@@ -268,7 +291,7 @@ class CheckpointWriter:
         self._hold: Hold | None = None
         self._is_closed = False
         self._token = self._open(resumed_from) if rank == 0 else self._follow()
-        if self._good and rank == 0:
+        if self._good and self._cares:
             self._start(self._clean_up, "clean-up")
 
     def __enter__(self) -> Self:
@@ -279,6 +302,11 @@ class CheckpointWriter:
     ) -> None:
         # Who leaves because of an error shall not wait for ranks that may be gone.
         self.close(None if error is None else 0.0)
+
+    @property
+    def _cares(self) -> bool:
+        """Whether this rank names and deletes what is in its folder."""
+        return self.rank == 0 if self._place is None else self._place.is_first
 
     @property
     def newest_step(self) -> int | None:
@@ -312,7 +340,8 @@ class CheckpointWriter:
         attempt = self._num_attempts[step] = self._num_attempts.get(step, 0) + 1
         name = f"{step}-{attempt}"
         path = draft_folder(self.folder, f"{name}-{self._token}")
-        draft = _CheckpointDraft(step, snapshot.clip_scale, name, path, meta, self._record)
+        machines = () if self._place is None else self._place.machines
+        draft = _CheckpointDraft(step, snapshot.clip_scale, name, path, meta, self._record, machines)
         self._tensors = snapshot.tensors
         stall_s = copied_s + time.monotonic() - called_s
         self._start(lambda: self._work(draft, stall_s), "checkpoint")
@@ -348,9 +377,7 @@ class CheckpointWriter:
     def _open(self, resumed_from: Checkpoint | None) -> str:
         step = None if resumed_from is None else resumed_from.manifest.step
         try:
-            hold = self._hold = Hold(self.folder, self._doubt)
-            _refuse_foreign(self.folder, step, self._damaged)
-            remove_leftovers(self.folder)
+            hold = self._take_folder(step)
             self._good = [] if step is None else [step]
             self._agreement.open(Opening(token=hold.token, good_steps=self._good))
         except BaseException as error:
@@ -365,6 +392,19 @@ class CheckpointWriter:
             raise
         return hold.token
 
+    def _take_folder(self, step: int | None) -> Hold:
+        """Have the folder for this run, which goes on from a `step` if it resumes. If machines share none,
+        later checkpoints here were never complete, or are lost with a machine.
+        """
+        hold = self._hold = Hold(self.folder, self._doubt)
+        if self._place is not None:
+            known = -1 if step is None else step
+            later = [path for path in find_checkpoints(self.folder) if step_of(path) > known]
+            self._damaged = (*self._damaged, *later)
+        _refuse_foreign(self.folder, step, self._damaged)
+        remove_leftovers(self.folder)
+        return hold
+
     def _follow(self) -> str:
         try:
             opening = self._agreement.opening()
@@ -372,8 +412,11 @@ class CheckpointWriter:
             raise BiremeError(f"No checkpoint can be written to {self.folder}: {error}.") from error
         if opening.error is not None:
             raise BiremeError(opening.error)
-        wait_for_token(self.folder, opening.token)
         self._good = list(opening.good_steps)
+        if self._place is None:
+            wait_for_token(self.folder, opening.token)
+        elif self._cares:
+            self._take_folder(self.newest_step)
         return opening.token
 
     def _doubt(self, text: str) -> None:
@@ -410,7 +453,7 @@ class CheckpointWriter:
                 where, write_s = step_folder(self.folder, draft.step), time.monotonic() - began_s
                 saved = CheckpointSaved(draft.step, where, verdict.num_bytes, stall_s, write_s)
                 self._on_event(saved)
-                if self.rank == 0 and len(self._good) == self.keep:
+                if self._cares and len(self._good) == self.keep:
                     self._delete_old(draft.step)
             elif verdict is not None:
                 shutil.rmtree(draft.folder, ignore_errors=True)
@@ -436,8 +479,8 @@ class CheckpointWriter:
 
     def _write_verified(self, path: Path) -> FileEntry:
         tensors, self._tensors = self._tensors, {}
-        path.parent.mkdir(exist_ok=True)
-        entry = write_shard(path, tensors)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = write_shard(path, tensors, None if self._place is None else self._place.own)
         del tensors
         disk.sync_folder(path.parent)
         found = disk.digest_of(path, from_disk=True)
@@ -453,10 +496,11 @@ class CheckpointWriter:
             verdict = self._judge(draft, own)
             with contextlib.suppress(NoWordError):  # it is what it is, whether others can be told or not
                 self._agreement.judge(draft.name, verdict)
-            return verdict
+            return verdict if self._place is None else self._held_by_most(draft, verdict, self._place)
         try:
             self._agreement.report(draft.name, own)
-            return self._agreement.verdict(draft.name)
+            verdict = self._agreement.verdict(draft.name)
+            return verdict if self._place is None else self._named_here(draft, verdict)
         except NoWordError as error:
             known = f"Rank {self.rank} does not know whether the checkpoint of step {draft.step} succeeded"
             self._on_event(CheckpointWarning(draft.step, f"{known}: {error}."))
@@ -475,7 +519,42 @@ class CheckpointWriter:
         except Exception as error:
             where = step_folder(self.folder, draft.step)
             return CheckpointVerdict(error=f"{where} could not be completed: {_reason(error)}.")
-        return CheckpointVerdict(num_bytes=manifest.num_bytes)
+        text = "" if self._place is None else (step_folder(self.folder, draft.step) / MANIFEST).read_text()
+        return CheckpointVerdict(num_bytes=manifest.num_bytes, manifest=text)
+
+    # If machines share no folder: each writes the manifest into its own.
+
+    def _named_here(self, draft: _CheckpointDraft, verdict: CheckpointVerdict) -> CheckpointVerdict:
+        """Make this machine's part of a checkpoint one too, and report that to rank 0."""
+        error = None
+        if self._cares and verdict.error is None:
+            try:
+                draft.folder.mkdir(parents=True, exist_ok=True)
+                write_new(draft.folder / MANIFEST, verdict.manifest.encode())
+                read_manifest(draft.folder)
+                _name(draft, self.folder, self._damaged)
+            except (OSError, BiremeError) as failure:
+                error = _reason(failure)
+        if verdict.error is None:
+            self._agreement.report(
+                f"{draft.name}-named", PartReport(rank=self.rank, step=draft.step, error=error)
+            )
+        return verdict if error is None else CheckpointVerdict(error=error)
+
+    def _held_by_most(
+        self, draft: _CheckpointDraft, verdict: CheckpointVerdict, place: SpreadPlace
+    ) -> CheckpointVerdict:
+        """The verdict, once more than half of the machines of this world have the manifest."""
+        if verdict.error is not None:
+            return verdict
+        others = self._agreement.reports(f"{draft.name}-named")
+        failed = [one.error if isinstance(one, PartReport) else one for one in others]
+        errors = [error for error in failed if error is not None]
+        if 2 * len(errors) >= len(place.machines):
+            return CheckpointVerdict(
+                error=f"Its manifest is not on more than half of the machines: {errors[0]}"
+            )
+        return verdict
 
     def _delete_old(self, step: int) -> None:
         try:

@@ -279,6 +279,11 @@ class Checkpoints(Table):
     keep: Annotated[int, Field(ge=0, le=10**6)] = Field(
         default=3, description="Number of newest checkpoints to keep; 0 keeps all"
     )
+    copies: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        default=1,
+        description="Number of other machines that keep a copy of each file of a checkpoint, if machines "
+        "share no folder",
+    )
     background: bool = Field(default=True, description="Write in the background while training continues")
     at_end: bool = Field(default=True, description="Write a checkpoint after the last step")
     wait_for_room_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(

@@ -1,0 +1,255 @@
+"""Files of a run on the disks of its machines: a machine serves its folder of the run, and others read there.
+
+    steps folder ───▶ names of the checkpoints there, with length and SHA-256 of each manifest
+    digests names ─▶ length and SHA-256 of each file, none if it is not there
+    read name, range ▶ these bytes, in frames
+
+All names are relative to the folder of the run, so the machines may have it at different paths. A file is
+believed by its SHA-256, which the reader knows from elsewhere or compares between machines.
+"""
+
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from bireme.errors import BiremeError
+from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, Pace, TalkServer, talk_to
+from bireme.runtime.copies.versions import CHUNK_BYTES
+
+_PIECE_BYTES = 4 << 20
+"""Asked of one machine at a time, if several have a file."""
+_OPEN_S = 60.0
+_DIGEST_S = 3600.0
+"""How long a machine may take to read its files for their digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFile:
+    """What a machine has at a name."""
+
+    num_bytes: int
+    sha256: str
+
+
+class FolderServer(TalkServer):
+    """Serves the files of a folder. There are none while `folder` is None, or if it does not exist."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.folder: Path | None = None
+        self._digests: dict[tuple[str, int, int, int], ServedFile] = {}
+        """By name, inode, length and time of change."""
+        self._files: dict[str, tuple[BinaryIO, float]] = {}
+        """Those that were read last, and when."""
+        self._lock = threading.Lock()
+        self.acts = {"steps": self._steps, "digests": self._list_digests, "read": self._read}
+        super().__init__("bireme folder", timeout_s)
+
+    def _path(self, name: str) -> Path:
+        pure, folder = PurePosixPath(name), self.folder
+        if folder is None or pure.is_absolute() or ".." in pure.parts:
+            raise BiremeError(f"{name} is not served.")
+        path = folder / pure
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise BiremeError(f"{name} is not served.")
+        return path
+
+    def _steps(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        folder, names = str(asked["folder"]), list[str]()
+        with suppress(OSError, BiremeError):
+            names = sorted(path.name for path in self._path(folder).glob("step-*"))
+        served = ((name, self._digest(f"{folder}/{name}/{asked['manifest']}")) for name in names)
+        talk.say({"steps": {name: [one.num_bytes, one.sha256] for name, one in served if one is not None}})
+
+    def _list_digests(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        found: list[list[Any] | None] = []
+        for name in asked["names"]:
+            one = self._digest(name)
+            found.append(None if one is None else [one.num_bytes, one.sha256])
+        talk.say({"digests": found})
+
+    def _digest(self, name: str) -> ServedFile | None:
+        try:
+            with self._path(name).open("rb") as file:
+                about = os.fstat(file.fileno())
+                key = name, about.st_ino, about.st_size, about.st_mtime_ns
+                if key not in self._digests:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    self._digests[key] = ServedFile(about.st_size, digest)
+                return self._digests[key]
+        except (OSError, BiremeError):
+            return None
+
+    def _read(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        name, first, end = asked["name"], int(asked["first"]), int(asked["end"])
+        try:
+            file = self._opened(name)
+        except OSError as error:
+            raise BiremeError(f"{name} cannot be read: {error.strerror or error}.") from error
+        talk.say({})
+        for begin in range(first, end, CHUNK_BYTES):
+            chunk = os.pread(file.fileno(), min(CHUNK_BYTES, end - begin), begin)
+            talk.send(chunk)
+            if len(chunk) < min(CHUNK_BYTES, end - begin):
+                return
+
+    def _opened(self, name: str) -> BinaryIO:
+        """A file, which stays open while others read it piece by piece: it may be deleted meanwhile."""
+        path, now_s = self._path(name), time.monotonic()
+        with self._lock:
+            for one, (_, used_s) in tuple(self._files.items()):
+                if used_s + _OPEN_S < now_s:
+                    del self._files[one]
+            found = self._files.get(name)
+            is_current = found is not None and _is_at(found[0], path)
+            file = found[0] if found is not None and is_current else path.open("rb")
+            self._files[name] = file, now_s
+            return file
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is the one at a path, or nothing is there any more."""
+    try:
+        there = path.stat()
+    except OSError:
+        return True
+    return there.st_ino == os.fstat(file.fileno()).st_ino
+
+
+# The reader's side.
+
+
+def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: float) -> dict[str, ServedFile]:
+    """The checkpoints in a folder of another machine, with the file `manifest` of each; none if the machine
+    does not answer.
+    """
+    with suppress(OSError, BiremeError), talk_to(address, timeout_s) as talk:
+        talk.say({"do": "steps", "folder": folder, "manifest": manifest})
+        return {str(name): ServedFile(*one) for name, one in talk.hear()["steps"].items()}
+    return {}
+
+
+def digests_at(
+    address: KeeperAddress, names: Sequence[str], timeout_s: float
+) -> tuple[ServedFile | None, ...]:
+    """What another machine has at these names; nothing if it does not answer."""
+    with suppress(OSError, BiremeError), talk_to(address, timeout_s) as talk:
+        talk.say({"do": "digests", "names": [*names]})
+        told = talk.hear(limit_s=_DIGEST_S)["digests"]
+        return tuple(None if one is None else ServedFile(*one) for one in told)
+    return (None,) * len(names)
+
+
+def holders_of(
+    files: Mapping[str, str], addresses: Sequence[KeeperAddress], timeout_s: float
+) -> dict[str, tuple[KeeperAddress, ...]]:
+    """The machines that have each file, given by its name and its SHA-256. All are asked at the same time."""
+    names = [*files]
+    if not names or not addresses:
+        return dict.fromkeys(names, ())
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        told = [*threads.map(lambda one: digests_at(one, names, timeout_s), addresses)]
+    return {
+        name: tuple(
+            address
+            for address, own in zip(addresses, told, strict=True)
+            if (one := own[place]) is not None and one.sha256 == files[name]
+        )
+        for place, name in enumerate(names)
+    }
+
+
+def ranges(
+    address: KeeperAddress, name: str, first: int, end: int, timeout_s: float, pace: Pace | None = None
+) -> Iterator[bytes]:
+    """The bytes of another machine's file from `first` on, without `end` itself; less if the file ends
+    before. With a `pace` they are read in the background.
+    """
+    with talk_to(address, timeout_s, is_background=pace is not None) as talk:
+        talk.say({"do": "read", "name": name, "first": first, "end": end})
+        talk.hear()
+        for begin in range(first, end, CHUNK_BYTES):
+            began_s = time.monotonic()
+            chunk = talk.chunk()
+            if pace is not None:
+                pace.wait(len(chunk), time.monotonic() - began_s)
+            yield chunk
+            if len(chunk) < min(CHUNK_BYTES, end - begin):
+                return
+
+
+def read_range(
+    addresses: Sequence[KeeperAddress],
+    name: str,
+    first: int,
+    num_bytes: int,
+    timeout_s: float,
+    pace: Pace | None = None,
+) -> bytearray:
+    """Bytes of a file, from several machines at once if several have it. Raises a `BiremeError` if none of
+    them gives a piece.
+    """
+    found = bytearray(num_bytes)
+
+    def read(place: int) -> None:
+        begin = place * _PIECE_BYTES
+        end = min(begin + _PIECE_BYTES, num_bytes)
+        failure: Exception | None = None
+        turn = place % len(addresses)
+        for address in (*addresses[turn:], *addresses[:turn]):
+            at = begin
+            try:
+                for chunk in ranges(address, name, first + begin, first + end, timeout_s, pace):
+                    found[at : at + len(chunk)] = chunk
+                    at += len(chunk)
+            except (OSError, BiremeError) as error:
+                failure = error
+            if at == end:
+                return
+        raise BiremeError(f"{name} cannot be read on another machine: {failure or 'it is too short'}.")
+
+    if not addresses:
+        raise BiremeError(f"{name} is on no machine that answers.")
+    places = range(-(-num_bytes // _PIECE_BYTES))
+    with ThreadPoolExecutor(min(len(addresses), max(len(places), 1))) as threads:
+        [*threads.map(read, places)]
+    return found
+
+
+def fetch_file(
+    addresses: Sequence[KeeperAddress],
+    name: str,
+    to: Path,
+    expected: ServedFile,
+    timeout_s: float,
+    pace: Pace | None = None,
+) -> None:
+    """Put another machine's file at a path: whole, with that SHA-256, or not at all. Raises a `BiremeError`
+    if it cannot be had or written.
+    """
+    draft = to.with_name(f".{to.name}.{secrets.token_hex(4)}.tmp")
+    digest, step = hashlib.sha256(), _PIECE_BYTES * max(len(addresses), 1)
+    try:
+        with draft.open("xb") as file:
+            for begin in range(0, expected.num_bytes, step):
+                length = min(step, expected.num_bytes - begin)
+                piece = read_range(addresses, name, begin, length, timeout_s, pace)
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != expected.sha256:
+            raise BiremeError(f"{name} of another machine does not have the SHA-256 that it should have.")
+        draft.replace(to)
+    except OSError as error:
+        raise BiremeError(f"{to} cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

@@ -1,0 +1,170 @@
+"""Checkpoints whose files are on the disks of several machines, and the tensors that are read from there.
+
+Where machines share no folder, each has the files that its ranks wrote and copies of those of others, and the
+manifest, which lists all files. `machines.json` in the folder of the run has the addresses at which the
+machines of the present start serve their folders (`runtime/copies/folder_server.py`).
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
+from bireme.runtime.copies.folder_server import ServedFile, fetch_file, holders_of, read_range, steps_at
+from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from bireme.train.checkpoint.shard import SavedTensors, places_in, tensor_digest
+
+MACHINES = "machines.json"
+_STEP_S, _ANSWER_S = 60.0, 5.0
+"""How long a machine may be silent while it serves, and until it answers a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesNote:
+    """The machines of a start of the run: the address of each, and the index of this one."""
+
+    addresses: tuple[KeeperAddress, ...]
+    own: int
+
+    @property
+    def others(self) -> tuple[KeeperAddress, ...]:
+        """The addresses of the other machines, from the next one on."""
+        return (*self.addresses[self.own + 1 :], *self.addresses[: self.own])
+
+
+_NOTE = TypeAdapter(MachinesNote)
+
+
+def note_machines(folder: Path, note: MachinesNote) -> None:
+    """Write into the folder of a run where its machines are. The key in it is for this user alone."""
+    write_text_atomically(folder / MACHINES, _NOTE.dump_json(note).decode())
+    (folder / MACHINES).chmod(0o600)
+
+
+def other_machines(folder: Path) -> tuple[KeeperAddress, ...]:
+    """The other machines of the last start of the run in this folder; none if it has one machine."""
+    note = noted_machines(folder)
+    return () if note is None else note.others
+
+
+def noted_machines(folder: Path) -> MachinesNote | None:
+    """The machines of the last start of the run in this folder; None if they shared it."""
+    with suppress(OSError, ValidationError):
+        return _NOTE.validate_json((folder / MACHINES).read_bytes())
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The machines that have the files of one checkpoint. Names are relative to the folder of the run."""
+
+    files: Mapping[str, tuple[KeeperAddress, ...]] = field(default_factory=dict)
+
+
+def find_holders(run: Path, checkpoint: Path, manifest: Manifest, lacking: Sequence[FileEntry]) -> Holders:
+    """The other machines that have the files that this one lacks, by their SHA-256. Raises a `BiremeError` if
+    a file is nowhere.
+    """
+    where = checkpoint.relative_to(run).as_posix()
+    files = {f"{where}/{one.name}": one.sha256 for one in lacking}
+    found = holders_of(files, other_machines(run), _STEP_S)
+    for entry in lacking:
+        if not found[f"{where}/{entry.name}"]:
+            machine = manifest.machines[entry.machine]
+            missing = [one.name for one in lacking if not found[f"{where}/{one.name}"]]
+            raise BiremeError(
+                f"{checkpoint} lacks {', '.join(missing)}: {entry.name} was written on {machine}, and no "
+                f"machine that answers has it. Start the run on {machine} too, or copy the file from there."
+            )
+    return Holders(found)
+
+
+def is_elsewhere(path: Path) -> bool:
+    """Whether another machine of the run has the checkpoint of that folder."""
+    checkpoints = path.parent
+    return any(
+        path.name in steps_at(address, checkpoints.name, MANIFEST, _ANSWER_S)
+        for address in other_machines(checkpoints.parent)
+    )
+
+
+def fetch_manifests(run: Path, checkpoints: str) -> frozenset[Path]:
+    """Fetch the manifests of the newest checkpoints that other machines have and this one has not. Returns
+    the folders of those here that fewer than half of their machines have: these were never complete.
+    """
+    own, have = run / checkpoints, dict[str, dict[ServedFile, list[KeeperAddress]]]()
+    for address in other_machines(run):
+        for name, served in steps_at(address, checkpoints, MANIFEST, _STEP_S).items():
+            have.setdefault(name, {}).setdefault(served, []).append(address)
+    for name, versions in have.items():
+        if not (own / name).exists():
+            served, holding = max(versions.items(), key=lambda one: len(one[1]))
+            fetch_manifest(run, f"{checkpoints}/{name}", served, holding)
+    return frozenset(path for path in own.glob("step-*") if _is_minor(path, have.get(path.name, {})))
+
+
+def fetch_manifest(run: Path, name: str, served: ServedFile, holding: Sequence[KeeperAddress]) -> None:
+    """Make the folder of a checkpoint, by its name in the folder of the run, with its manifest in it."""
+    draft = (run / name).with_name(f".draft-{Path(name).name}-{secrets.token_hex(4)}")
+    draft.mkdir(parents=True)
+    fetch_file(holding, f"{name}/{MANIFEST}", draft / MANIFEST, served, _STEP_S)
+    read_manifest(draft)
+    disk.rename(draft, run / name)
+
+
+def _is_minor(path: Path, versions: Mapping[ServedFile, Sequence[KeeperAddress]]) -> bool:
+    """Whether fewer than half of the machines of a checkpoint have its manifest."""
+    with suppress(OSError, BiremeError):
+        manifest, sha256 = read_manifest(path), disk.digest_of(path / MANIFEST).sha256
+        num = 1 + sum(len(holding) for served, holding in versions.items() if served.sha256 == sha256)
+        return 2 * num < len(manifest.machines)
+    return False
+
+
+class SpreadTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint on several machines: each is read from this machine if it is here as it was
+    written, else from machines that have it, and has the digest in the manifest.
+    """
+
+    def __init__(self, folder: Path, run: Path, manifest: Manifest, holders: Holders) -> None:
+        self._folder, self._holders = folder, holders
+        self._where = folder.relative_to(run).as_posix()
+        self._local = SavedTensors(folder, manifest.files)
+        self._places = {
+            place.entry.name: (file, place) for file in manifest.files for place in places_in(file)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, place = self._places[name]
+        if (self._folder / file.name).is_file():
+            with suppress(BiremeError):
+                found = self._local[name]
+                if tensor_digest(found) == place.digest:
+                    return found
+        addresses = self._holders.files.get(f"{self._where}/{file.name}", ())
+        path = f"{self._where}/{file.name}"
+        for own in (addresses, *((one,) for one in addresses)):
+            data = read_range(own, path, place.begin, place.num_bytes, _STEP_S)
+            found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            tensor = found.view(getattr(torch, place.entry.dtype)).reshape(place.entry.shape)
+            if tensor_digest(tensor) == place.digest:
+                return tensor
+        raise BiremeError(f"{name} in {path} is damaged on all machines that have it.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places

@@ -1,0 +1,327 @@
+"""The machines of a run that share no folder: each has a folder of its own, and serves it to the others.
+
+    machine 0 (rank 0)                       machine 1
+    run.toml, plan.json … ── at a start ──▶  the same
+    step-40: manifest, its files             step-40: manifest, its files
+       ▲ copies of the files of machine 1 ──────┘  in the background (`checkpoint.copies`)
+
+At a start the machines find out whether they share a folder: rank 0 puts a file with a new name beside the
+folder of the run, and the others look for it. If they see it, none of this is used.
+"""
+
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from bireme.errors import BiremeError
+from bireme.runtime.copies.folder_server import (
+    FolderServer,
+    ServedFile,
+    digests_at,
+    fetch_file,
+    ranges,
+    read_range,
+    steps_at,
+)
+from bireme.runtime.copies.keeper import KeeperAddress, Pace
+from bireme.sync.coordinator.samples import LEDGER
+from bireme.train.checkpoint import disk
+from bireme.train.checkpoint.checkpoint import find_checkpoints, retire, step_of
+from bireme.train.checkpoint.holders import (
+    MachinesNote,
+    fetch_manifest,
+    fetch_manifests,
+    note_machines,
+    noted_machines,
+)
+from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, manifest_in, read_manifest
+from bireme.train.folder import RunFolder
+from bireme.train.initial_weights import INITIAL_FILES
+from bireme.train.run_file import RunFile
+
+COPY_S = 6 * 3600.0
+"""How long machines may take for their copies of the last checkpoint."""
+_TIMEOUT_S = 60.0
+_LOOK_S = 1.0
+_GROWING = (LEDGER, "metrics.jsonl")
+"""Files to which one machine adds lines while the run trains."""
+_OF_ONE_MACHINE = (*_GROWING, "timeline-measured.json")
+_OVERLAP_BYTES, _MOST_NEW_BYTES = 256, 4 << 20
+"""Compared before lines are added to the own copy of a growing file, and read of it at a time."""
+
+
+# Whether machines share a folder.
+
+
+def put_mark(runs: Path) -> str:
+    """Put a file with a new name into the folder of runs; returns the name. No machine has looked for it
+    before, so none remembers that it was not there.
+    """
+    name = f".bireme-{secrets.token_hex(8)}"
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        (runs / name).touch()
+    except OSError as error:
+        raise BiremeError(f"{runs} cannot be written: {error.strerror or error}. Set log.folder.") from error
+    return name
+
+
+def sees_mark(runs: Path, name: str) -> bool:
+    """Whether this machine sees the file."""
+    with suppress(OSError):
+        [*runs.iterdir()]  # which has a network file system ask its server
+    return (runs / name).exists()
+
+
+# What a machine fetches before it begins.
+
+
+def bring_run(folder: Path, checkpoints: str, note: MachinesNote) -> frozenset[Path]:
+    """Have what other machines have of a run that was begun, if this machine's folder lacks it: the record of
+    its files, its ledger and its log, the manifests of checkpoints. Returns the checkpoints here that were
+    never complete.
+    """
+    names = (RECORD, *_GROWING)
+    lacking = [name for name in names if not (folder / name).exists()]
+    if RECORD in lacking or LEDGER in lacking:
+        told = [digests_at(address, lacking, _TIMEOUT_S) for address in note.others]
+        for place, name in enumerate(lacking):
+            found = [(own[place], at) for own, at in zip(told, note.others, strict=True)]
+            there = [(one.num_bytes, at, one) for one, at in found if one is not None]
+            if there:
+                _, address, served = max(there, key=lambda one: one[0])
+                folder.mkdir(parents=True, exist_ok=True)
+                fetch_file([address], name, folder / name, served, _TIMEOUT_S)
+    if not folder.is_dir():
+        return frozenset()
+    note_machines(folder, note)
+    return fetch_manifests(folder, checkpoints)
+
+
+def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) -> None:
+    """Have the files of a run that ranks read, as the first machine has them; `checkpoint` is the name, in
+    the folder of the run, of the checkpoint that the run goes on from.
+    """
+    names = [RECORD, *(f"{folder.initial.name}/{name}" for name in INITIAL_FILES)]
+    if checkpoint is not None:
+        names.append(f"{checkpoint}/{MANIFEST}")
+    served = dict(zip(names, digests_at(first, names, _TIMEOUT_S), strict=True))
+    record = served[RECORD]
+    if record is None:
+        raise BiremeError(
+            f"The machine of rank 0 does not serve the files of the run {folder.path.name}. Check the line "
+            "between the machines: bireme doctor"
+        )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    fetch_file([first], RECORD, folder.path / RECORD, record, _TIMEOUT_S)
+    folder.put_back()
+    for name in names[1:3]:
+        if (one := served[name]) is not None:
+            (folder.path / name).parent.mkdir(exist_ok=True)
+            fetch_file([first], name, folder.path / name, one, _TIMEOUT_S)
+    if checkpoint is not None:
+        _take_manifest(folder.path, checkpoint, served[names[-1]], first)
+
+
+def _take_manifest(run: Path, name: str, served: ServedFile | None, first: KeeperAddress) -> None:
+    if served is None:
+        raise BiremeError(f"The machine of rank 0 does not serve {name}.")
+    path = run / name
+    if path.exists():
+        with suppress(OSError):
+            if disk.digest_of(path / MANIFEST).sha256 == served.sha256:
+                return
+        retire(path)
+    fetch_manifest(run, name, served, [first])
+
+
+def take_files_of_others(folder: Path, note: MachinesNote) -> None:
+    """Have the log and the ledger of a run if another machine has longer ones."""
+    for name in _OF_ONE_MACHINE:
+        own = (folder / name).stat().st_size if (folder / name).exists() else -1
+        told = [(digests_at(address, [name], _TIMEOUT_S)[0], address) for address in note.others]
+        there = [(one.num_bytes, address, one) for one, address in told if one is not None]
+        if there and max(one[0] for one in there) > own:
+            _, address, served = max(there, key=lambda one: one[0])
+            with suppress(BiremeError):  # they are for people
+                fetch_file([address], name, folder / name, served, _TIMEOUT_S)
+
+
+# While the run trains: copies of what the machines before this one have written.
+
+
+class Mirror:
+    """Keeps copies of the checkpoint files of the `checkpoint.copies` machines before this one, the manifests
+    of all checkpoints, the log and the ledger, until it is stopped. A thread reads them in the background.
+    """
+
+    def __init__(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
+        self._folder, self._note = folder, note
+        self._checkpoints = run.checkpoint.folder
+        self._pace = Pace(run.memory.copy_bytes_per_s)
+        num = len(note.addresses)
+        copies = min(run.checkpoint.copies, num - 1)
+        self._makers = {(note.own - back) % num for back in range(copies + 1)}
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self.num_bytes = 0
+        """Fetched so far."""
+        self._thread = threading.Thread(target=self._run, name="bireme mirror", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return once this machine has all that it keeps copies of, or cannot have it now."""
+        self._over.set()
+        self._thread.join()
+        with suppress(OSError, BiremeError):
+            self._turn()
+
+    def stop(self) -> None:
+        """Fetch no more after the present file."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            # Machines that are gone and full disks: the next turn tries again.
+            with suppress(OSError, BiremeError):
+                self._turn()
+
+    def _turn(self) -> None:
+        there = {
+            machine: steps_at(address, self._checkpoints, MANIFEST, _TIMEOUT_S)
+            for machine, address in enumerate(self._note.addresses)
+            if machine != self._note.own
+        }
+        for name in _GROWING:
+            for machine in there:
+                with suppress(OSError, BiremeError):
+                    self._add_lines(name, self._note.addresses[machine])
+        self._fetch_manifests(there)
+        has_later = False
+        for path in reversed(find_checkpoints(self._folder / self._checkpoints)):
+            with suppress(BiremeError):
+                manifest = read_manifest(path)
+                is_gone = self._is_gone(path, manifest, there)
+                if not is_gone:
+                    self._fetch_files(path, manifest, there)
+                is_whole = all((path / one.name).exists() for one in self._kept(manifest))
+                if is_gone and (has_later or not is_whole):
+                    retire(path)
+                has_later |= is_whole
+
+    def _add_lines(self, name: str, address: KeeperAddress) -> None:
+        """Add the whole lines that another machine's file has after all of those here."""
+        path = self._folder / name
+        own = path.stat().st_size if path.exists() else 0
+        first = max(own - _OVERLAP_BYTES, 0)
+        came = b"".join(ranges(address, name, first, own + _MOST_NEW_BYTES, _TIMEOUT_S))
+        lines = came[own - first : came.rfind(b"\n") + 1]
+        if not lines:
+            return
+        with path.open("a+b") as file:
+            file.seek(first)
+            if file.read() == came[: own - first]:
+                file.write(lines)
+
+    def _fetch_manifests(self, there: Mapping[int, Mapping[str, ServedFile]]) -> None:
+        """The manifests of newer checkpoints that this machine has no part in: its ranks write the others."""
+        own = find_checkpoints(self._folder / self._checkpoints)
+        newest = step_of(own[-1]) if own else -1
+        for machine, steps in there.items():
+            for name, served in steps.items():
+                path = self._folder / self._checkpoints / name
+                if step_of(path) <= newest or path.exists():
+                    continue
+                where, address = f"{self._checkpoints}/{name}", self._note.addresses[machine]
+                text = read_range([address], f"{where}/{MANIFEST}", 0, served.num_bytes, _TIMEOUT_S)
+                makers = {one.machine for one in manifest_in(bytes(text), path).files}
+                if self._note.own not in makers:
+                    fetch_manifest(self._folder, where, served, [address])
+
+    def _is_gone(self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, ServedFile]]) -> bool:
+        """Whether the machines that wrote a checkpoint have deleted it, and have later ones."""
+        makers = {one.machine for one in manifest.files}
+        if self._note.own in makers or not manifest.machines:
+            return False
+        step = step_of(path)
+        return all(
+            path.name not in there.get(maker, {})
+            and any(step_of(Path(name)) > step for name in there.get(maker, {}))
+            for maker in makers
+        )
+
+    def _fetch_files(
+        self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, ServedFile]]
+    ) -> None:
+        for entry in self._kept(manifest):
+            to = path / entry.name
+            if not to.exists():
+                having = [self._note.addresses[one] for one, steps in there.items() if path.name in steps]
+                self._fetch(entry, to, having)
+
+    def _kept(self, manifest: Manifest) -> list[FileEntry]:
+        """The files of a checkpoint that this machine has or is to have."""
+        return [one for one in manifest.files if manifest.machines and one.machine in self._makers]
+
+    def _fetch(self, entry: FileEntry, to: Path, having: Sequence[KeeperAddress]) -> None:
+        name = f"{self._checkpoints}/{to.parent.name}/{entry.name}"
+        served = ServedFile(entry.num_bytes, entry.sha256)
+        holders = [one for one in having if digests_at(one, [name], _TIMEOUT_S)[0] == served]
+        if holders:
+            fetch_file(holders, name, to, served, _TIMEOUT_S, self._pace)
+            self.num_bytes += entry.num_bytes
+
+
+class MachineFolders:
+    """This machine's folder of the run, which it serves to the others in all starts of the run."""
+
+    def __init__(self) -> None:
+        self._server: FolderServer | None = None
+        self._mirror: Mirror | None = None
+        self.note: MachinesNote | None = None
+        """The machines of this start, if they share no folder."""
+
+    def served(self, folder: Path | None) -> KeeperAddress:
+        """The address at which this machine serves a folder from now on."""
+        if self._server is None:
+            self._server = FolderServer(_TIMEOUT_S)
+        self._server.folder = folder
+        return self._server.address
+
+    def begin(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
+        """Serve the folder, and begin to copy what others write."""
+        self.served(folder)
+        if self._mirror is not None:
+            self._mirror.stop()
+        self.note = note
+        note_machines(folder, note)
+        self._mirror = Mirror(folder, run, note)
+
+    def begin_again(self, folder: Path, run: RunFile) -> None:
+        """Copy what the others write in a run that they went on with, if they share no folder."""
+        if (note := noted_machines(folder)) is not None:
+            addresses = [*note.addresses]
+            addresses[note.own] = self.served(folder)
+            self.begin(folder, run, MachinesNote(tuple(addresses), note.own))
+
+    def finish(self) -> None:
+        """Return once the copies that this machine keeps are whole, or cannot be had."""
+        if self._mirror is not None:
+            self._mirror.finish()
+            self._mirror = None
+
+    def close(self) -> None:
+        """Serve and copy no more, as when the run has ended or the machines share a folder."""
+        if self._mirror is not None:
+            self._mirror.stop()
+        if self._server is not None:
+            self._server.close()
+        self._server, self._mirror, self.note = None, None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
