@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.copies import Copy
+from tests.support.extent import TRY_ALL
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
 from tests.support.training import Running, losses, settings, steps_of_checkpoints, write_run
 from tests.train.test_checkpoint_folder import damage
+from tests.train.test_train_joined import closing, command, coordinating, lines_of, written
+from tests.train.test_train_joined import ended as ended_with
 from tests.train.test_train_replica_hosts import LEASE_SHARE, free_port
 
 PACED = "tests.support.paced_samples:paced"
@@ -136,3 +139,22 @@ def test_replicas_that_may_die_share_no_folder_and_go_on_when_the_first_machine_
         assert newest > before
         assert {"manifest.json", "rank-0000.safetensors"} <= files_of(run, newest)
         assert newest == max(losses(run))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRY_ALL, reason="a whole run more: make test-all")
+def test_machines_that_join_have_folders_of_their_own(tmp_path: Path) -> None:
+    run = written(tmp_path, "allreduce", 2)
+    own = {name: tmp_path / f"runs-{name}" for name in ("blue", "green")}
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, "--no-devices", "--json"))
+        joins = [
+            command(tmp_path, name, *words, "--name", name, runs=own[name])
+            for name, words in zip(own, lines_of(red, 2), strict=True)
+        ]
+        closing(stack, *joins)
+        found = [ended_with(one) for one in (*joins, red)]
+    assert [status for status, *_ in found] == [0, 0, 0], found
+    for folder in own.values():
+        assert steps_of_checkpoints(folder / "run")[-1] == 12
+    assert not [*(tmp_path / "runs").glob("run/*")]

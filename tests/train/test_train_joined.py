@@ -12,6 +12,7 @@ import pytest
 
 from bireme.machines.keys import HOME
 from bireme.sync.coordinator.ledger_check import check_ledger
+from bireme.train.joined_processes import RUNS
 from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL
 from tests.support.paced_samples import PACE
@@ -23,9 +24,11 @@ pytestmark = pytest.mark.slow
 all_only = pytest.mark.skipif(not TRY_ALL, reason="it takes a minute: make test-all")
 
 
-def command(folder: Path, home: str, *words: str, pace_s: float = 0.0) -> Running:
-    """`bireme WORDS…` on a machine of its own, as far as its key says."""
-    variables = {HOME: str(folder / home), PACE: str(pace_s)}
+def command(folder: Path, home: str, *words: str, pace_s: float = 0.0, runs: Path | None = None) -> Running:
+    """`bireme WORDS…` on a machine of its own, as far as its key says, and with a folder for runs of its own
+    if one is given.
+    """
+    variables = {HOME: str(folder / home), PACE: str(pace_s)} | ({RUNS: str(runs)} if runs else {})
     process = Copy(["-m", "bireme", *words], folder, variables=variables)
     return Running(process, folder / "runs" / "run", process.err)
 

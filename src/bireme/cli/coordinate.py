@@ -201,6 +201,8 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tup
 
     run = load_asked(run_file, sets)
     folder = RunFolder.named(run, datetime.now()).path
+    with suppress(OSError):  # machines that share the folder are to see it; rank 0 says what is wrong
+        folder.parent.mkdir(parents=True, exist_ok=True)
     run = run.model_copy(update={"log": run.log.model_copy(update={"name": folder.name})})
     uses_gpus = run.cluster.device != "cpu" and run.cluster.backend != "gloo"
     offer = RunOffer(
@@ -226,8 +228,8 @@ def _print_lines(where: str, tokens: "list[AdmissionToken]") -> None:
     for token in tokens:
         typer.echo(f"  bireme join {where} --token {token}", err=True)
     typer.echo(
-        "A machine that has joined before needs no token. All machines must see the run's log.folder, and "
-        "the data under the same paths.",
+        "A machine that has joined before needs no token. All machines must see the data under the same "
+        "paths. The folder of the run may be shared, or each machine has its own.",
         err=True,
     )
 

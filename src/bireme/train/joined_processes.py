@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from bireme.machines.gathering import MachineOrders, PhaseReport
+from bireme.machines.keys import key_path
 from bireme.machines.phases import PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.stores import KEY
 from bireme.train.attended import PHASE, SOCKET, serve_attended
 from bireme.train.folder import RunFolder
-from bireme.train.run_file import load_run_file
+from bireme.train.run_file import RunFile, load_run_file, to_toml
 
 _LAUNCH = (
     "import sys; from bireme.runtime.board import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "sys.argv[:2] = ['bireme']; from bireme.cli.main import main; main()"
 )
 """`bireme WORDS…` in a process that ends when this one does."""
+RUNS = "BIREME_RUNS"
+"""The variable with the folder for runs on a machine that joins."""
 _FOREIGN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
 _FOREIGN_TOO = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
 """Variables of another launcher, which do not hold for this run."""
@@ -61,7 +64,9 @@ class JoinedProcesses:
         self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
         path = Path(self._scratch.name, "run.toml")
         path.write_text(orders.run.text)
-        self._log: _LogTail = _LogTail(path) if before is None else before._log
+        run = _with_own_folder(load_run_file(path))
+        path.write_text(to_toml(run))
+        self._log: _LogTail = _LogTail(run) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
         command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         self.since_s = time.monotonic()
@@ -157,11 +162,21 @@ class JoinedProcesses:
         return {"address": None} if found is None else asdict(found)
 
 
+def _with_own_folder(run: RunFile) -> RunFile:
+    """The run with the folder for runs on this machine: the coordinator's if it is here, else one of its own.
+    The variable of the environment decides if it is set.
+    """
+    named = os.environ.get(RUNS)
+    if named is None and Path(run.log.folder).is_dir():
+        return run
+    own = key_path().with_name("runs") if named is None else Path(named).expanduser().absolute()
+    return run.model_copy(update={"log": run.log.model_copy(update={"folder": str(own)})})
+
+
 class _LogTail:
     """What the log of a run says of the phase that trains, read as it grows."""
 
-    def __init__(self, run_file: Path) -> None:
-        run = load_run_file(run_file)
+    def __init__(self, run: RunFile) -> None:
         assert run.log.name is not None, "the coordinator gives the run a name"
         self._path = RunFolder(Path(run.log.folder) / run.log.name).metrics
         self._offset: int | None = None

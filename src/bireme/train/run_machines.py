@@ -33,7 +33,6 @@ from bireme.train.checkpoint.checkpoint import find_checkpoints, retire, step_of
 from bireme.train.checkpoint.holders import (
     MachinesNote,
     fetch_manifest,
-    fetch_manifests,
     note_machines,
     noted_machines,
 )
@@ -79,10 +78,9 @@ def sees_mark(runs: Path, name: str) -> bool:
 # What a machine fetches before it begins.
 
 
-def bring_run(folder: Path, checkpoints: str, note: MachinesNote) -> frozenset[Path]:
+def bring_run(folder: Path, note: MachinesNote) -> None:
     """Have what other machines have of a run that was begun, if this machine's folder lacks it: the record of
-    its files, its ledger and its log, the manifests of checkpoints. Returns the checkpoints here that were
-    never complete.
+    its files, its ledger and its log.
     """
     names = (RECORD, *_GROWING)
     lacking = [name for name in names if not (folder / name).exists()]
@@ -95,10 +93,8 @@ def bring_run(folder: Path, checkpoints: str, note: MachinesNote) -> frozenset[P
                 _, address, served = max(there, key=lambda one: one[0])
                 folder.mkdir(parents=True, exist_ok=True)
                 fetch_file([address], name, folder / name, served, _TIMEOUT_S)
-    if not folder.is_dir():
-        return frozenset()
-    note_machines(folder, note)
-    return fetch_manifests(folder, checkpoints)
+    if folder.is_dir():
+        note_machines(folder, note)
 
 
 def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) -> None:
