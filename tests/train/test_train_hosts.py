@@ -14,7 +14,7 @@ import pytest
 from bireme.cluster.cluster_file import read_cluster
 from tests.support.hosts import enter_without, hosts
 from tests.support.torchrun_runs import paced_run, torchrun_train
-from tests.support.training import Ended, losses, settings
+from tests.support.training import TEXT, Ended, losses, settings, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -125,14 +125,19 @@ def test_a_plan_puts_its_stages_on_the_hosts_that_it_names(tmp_path: Path) -> No
 
 
 def test_hosts_that_share_no_folder_train_one_model(tmp_path: Path) -> None:
-    """Each has its own at the same path. The plan is one made by hand, so that nothing is measured."""
-    run = tmp_path / "runs" / "run"
+    """Each has its own at the same path, and the second one has no data: it fetches them."""
+    run, data = tmp_path / "runs" / "run", tmp_path / "data"
     run.parent.mkdir()
-    words = [str(paced_run(tmp_path)), "--json", *settings(cluster__workers="")]
+    (data / "texts").mkdir(parents=True)
+    (data / "texts" / "numbers.py").write_text(TEXT)
+    words = [str(write_run(tmp_path)), "--json"]
+    words += settings(cluster__workers="", data__source=data / "texts")
     with hosts(2) as (first, second):
-        told = train_on(first.address, [first.enter, partial(enter_without, second, run.parent)], run, words)
+        told = train_on(
+            first.address, [first.enter, partial(enter_without, second, run.parent, data)], run, words
+        )
 
-    assert [one.status for one in told] == [0, 0]
+    assert [one.status for one in told] == [0, 0], told
     assert told[0].document["steps"] == 12
     assert {"rank-0000.safetensors", "rank-0001.safetensors"} <= {
         path.name for path in (run / "checkpoints" / "step-00000012").iterdir()

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bireme.documents import read_json_object
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.sync.coordinator.samples import LEDGER
@@ -25,6 +26,7 @@ from bireme.train.run_file import (
     settings_within,
     to_toml,
     with_absolute_paths,
+    with_paths_of_machine,
     with_paths_within,
 )
 
@@ -66,6 +68,8 @@ class RunFolder:
     """The run file with all that was set and all defaults."""
     plan = _PathWithin("plan.json")
     """The plan, with what it promises."""
+    fetched = _PathWithin("fetched.json")
+    """Where this machine has the data and the model's files that it fetched from another one."""
     windows = _PathWithin("windows.json")
     """The windows of a plan that pages, which ranks read; only where it does."""
     profile = _PathWithin("profile.json")
@@ -176,7 +180,13 @@ class RunFolder:
         Those in the file that begin with `./` are of this folder, wherever it is now.
         """
         own = settings_within(load_run_file(self.run_file), self.path)
-        return with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
+        run = with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
+        return with_paths_of_machine(run, self.fetched_paths())
+
+    def fetched_paths(self) -> dict[str, str]:
+        """Where this machine has the files that it fetched from another one, by their paths there."""
+        found = read_json_object(self.fetched) if self.fetched.is_file() else {}
+        return {there: str(here) for there, here in found.items()}
 
     def write_run(self, run: RunFile) -> None:
         """Write the run file, all keys and their values; it can be read when the folder has been moved."""

@@ -76,12 +76,13 @@ from bireme.train.rendezvous import (
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
-from bireme.train.run_file import RunFile
+from bireme.train.run_file import RunFile, paths_for_all
 from bireme.train.run_machines import (
     COPY_S,
     MachineFolders,
     put_mark,
     sees_mark,
+    take_files,
     take_files_of_others,
     take_run,
 )
@@ -364,8 +365,9 @@ class _Joined:
                     check_room(led.prepared, led.folder, led.step)
                 orders = _orders(led, nodes)
                 if addresses:
-                    self._folders.served(led.folder.path)
-                    orders = replace(orders, mark=put_mark(led.folder.path.parent))
+                    files = paths_for_all(led.folder.load_run())
+                    self._folders.served(led.folder.path, files)
+                    orders = replace(orders, mark=put_mark(led.folder.path.parent), files=files)
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
                 led = self._hear_all(led)
@@ -470,7 +472,9 @@ class _Joined:
         """Have the files of the run in this machine's folder, as rank 0 has them."""
         checkpoint = orders.start.checkpoint
         name = None if checkpoint is None else checkpoint.relative_to(orders.folder.path).as_posix()
-        take_run(folder, name, KeeperAddress(**self._talk.hear("folder/0")))
+        first = KeeperAddress(**self._talk.hear("folder/0"))
+        take_run(folder, name, first)
+        take_files(folder, orders.files, first)
         self._folders.served(folder.path)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:

@@ -91,7 +91,8 @@ class HostOrders:
 class Orders:
     """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
     may die each process is the launcher of its host or waits for it, as `hosts` specifies. Machines that see
-    the file `mark` beside the folder of the run share it.
+    the file `mark` beside the folder of the run share it. All machines read the `files` and folders on that
+    of rank 0: those that have none at these paths fetch them.
     """
 
     start: RunStart
@@ -102,6 +103,7 @@ class Orders:
     timeout_s: float
     hosts: HostOrders | None = None
     mark: str = ""
+    files: tuple[str, ...] = ()
 
     @property
     def folder(self) -> RunFolder:

@@ -9,6 +9,7 @@ At a start the machines find out whether they share a folder: rank 0 puts a file
 folder of the run, and the others look for it. If they see it, none of this is used.
 """
 
+import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,16 @@ from pathlib import Path
 from typing import Self
 
 from bireme.errors import BiremeError
+from bireme.files import write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
     ServedFile,
     digests_at,
     fetch_file,
+    files_at,
     ranges,
     read_range,
+    root_name,
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress, Pace
@@ -120,6 +124,39 @@ def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) ->
             fetch_file([first], name, folder.path / name, one, _TIMEOUT_S)
     if checkpoint is not None:
         _take_manifest(folder.path, checkpoint, served[names[-1]], first)
+
+
+def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) -> None:
+    """Have the data, the model's folder and code that the first machine reads at these paths, if they are not
+    here at the same paths: in `files` in the folder of the run. What is there already is not fetched again.
+    """
+    here = dict[str, str]()
+    for number, path in enumerate(paths):
+        if Path(path).exists():
+            continue
+        root, to = root_name(number), folder.path / "files" / f"{number}-{Path(path).name}"
+        try:
+            names = files_at(first, root, _TIMEOUT_S)
+        except OSError as error:
+            raise BiremeError(
+                f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
+            ) from error
+        served = digests_at(first, [f"{root}/{name}" for name in names], _TIMEOUT_S)
+        for name, one in zip(names, served, strict=True):
+            _take_file(f"{root}/{name}", to / name if name else to, one, first)
+        here[path] = str(to)
+    write_text_atomically(folder.fetched, json.dumps(here) + "\n")
+
+
+def _take_file(name: str, to: Path, served: ServedFile | None, first: KeeperAddress) -> None:
+    if served is None:
+        raise BiremeError(f"The machine of rank 0 does not serve {name}.")
+    with suppress(OSError):
+        found = disk.digest_of(to)
+        if (found.num_bytes, found.sha256) == (served.num_bytes, served.sha256):
+            return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    fetch_file([first], name, to, served, _TIMEOUT_S)
 
 
 def _take_manifest(run: Path, name: str, served: ServedFile | None, first: KeeperAddress) -> None:
@@ -279,16 +316,15 @@ class MachineFolders:
         self.note: MachinesNote | None = None
         """The machines of this start, if they share no folder."""
 
-    def served(self, folder: Path | None) -> KeeperAddress:
-        """The address at which this machine serves a folder from now on."""
+    def served(self, folder: Path | None, roots: Sequence[str] = ()) -> KeeperAddress:
+        """The address at which this machine serves a folder, and other files and folders, from now on."""
         if self._server is None:
             self._server = FolderServer(_TIMEOUT_S)
-        self._server.folder = folder
+        self._server.folder, self._server.roots = folder, tuple(map(Path, roots))
         return self._server.address
 
     def begin(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
-        """Serve the folder, and begin to copy what others write."""
-        self.served(folder)
+        """Begin to copy what others write; this machine serves its folder."""
         if self._mirror is not None:
             self._mirror.stop()
         self.note = note

@@ -1,6 +1,7 @@
 """Files of a run on the disks of its machines: a machine serves its folder of the run, and others read there.
 
     steps folder ───▶ names of the checkpoints there, with length and SHA-256 of each manifest
+    tree root ─────▶ the names of all files there
     digests names ─▶ length and SHA-256 of each file, none if it is not there
     read name, range ▶ these bytes, in frames
 
@@ -40,26 +41,44 @@ class ServedFile:
 
 
 class FolderServer(TalkServer):
-    """Serves the files of a folder. There are none while `folder` is None, or if it does not exist."""
+    """Serves the files of a folder. There are none while `folder` is None, or if it does not exist. The other
+    `roots`, which are files or folders, are served too, under the names `root-0`, `root-1` …
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.folder: Path | None = None
+        self.roots: tuple[Path, ...] = ()
         self._digests: dict[tuple[str, int, int, int], ServedFile] = {}
         """By name, inode, length and time of change."""
         self._files: dict[str, tuple[BinaryIO, float]] = {}
         """Those that were read last, and when."""
         self._lock = threading.Lock()
-        self.acts = {"steps": self._steps, "digests": self._list_digests, "read": self._read}
+        self.acts = {
+            "steps": self._steps,
+            "tree": self._tree,
+            "digests": self._list_digests,
+            "read": self._read,
+        }
         super().__init__("bireme folder", timeout_s)
 
     def _path(self, name: str) -> Path:
         pure, folder = PurePosixPath(name), self.folder
+        first = pure.parts[0] if pure.parts else ""
+        for number, root in enumerate(self.roots):
+            if first == root_name(number):
+                folder, pure = root, PurePosixPath(*pure.parts[1:])
         if folder is None or pure.is_absolute() or ".." in pure.parts:
             raise BiremeError(f"{name} is not served.")
         path = folder / pure
         if not path.resolve().is_relative_to(folder.resolve()):
             raise BiremeError(f"{name} is not served.")
         return path
+
+    def _tree(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+        root = self._path(asked["root"])
+        paths = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        found = [(path.relative_to(root).as_posix(), path) for path in paths]
+        talk.say({"files": [name if path != root else "" for name, path in found]})
 
     def _steps(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
         folder, names = str(asked["folder"]), list[str]()
@@ -134,6 +153,18 @@ def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: floa
         talk.say({"do": "steps", "folder": folder, "manifest": manifest})
         return {str(name): ServedFile(*one) for name, one in talk.hear()["steps"].items()}
     return {}
+
+
+def root_name(number: int) -> str:
+    """The name of a root that a machine serves beside its folder."""
+    return f"root-{number}"
+
+
+def files_at(address: KeeperAddress, root: str, timeout_s: float) -> list[str]:
+    """The names of all files in a root of another machine, relative to it; one empty name if it is a file."""
+    with talk_to(address, timeout_s) as talk:
+        talk.say({"do": "tree", "root": root})
+        return [str(name) for name in talk.hear(limit_s=_DIGEST_S)["files"]]
 
 
 def digests_at(

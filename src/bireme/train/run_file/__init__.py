@@ -1,7 +1,9 @@
 """`run.toml`: what `bireme train` is to do, as a file that people write."""
 
+from bireme.train.run_file.paths import paths_for_all as paths_for_all
 from bireme.train.run_file.paths import settings_within as settings_within
 from bireme.train.run_file.paths import with_absolute_paths as with_absolute_paths
+from bireme.train.run_file.paths import with_paths_of_machine as with_paths_of_machine
 from bireme.train.run_file.paths import with_paths_within as with_paths_within
 from bireme.train.run_file.planning import Memory as Memory
 from bireme.train.run_file.run import RunFile as RunFile

@@ -6,7 +6,7 @@ absolute paths, and for what lies in its own folder paths within that, which sta
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,12 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
         found = _plainest(base.absolute() / Path(text).expanduser())
         return str(found) if key == MADE or found.exists() else None
 
+    return _with_places(run, placed)
+
+
+def _with_places(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
+    """The run with each path as `placed` has it, those of mixtures, private data and profiles too."""
+
     def source(text: str) -> str:
         return _placed(DATA_SOURCE, text, placed) or text
 
@@ -133,6 +139,29 @@ def settings_within(run: RunFile, folder: Path) -> list[str]:
         for table, key in KEYS
         if (value := getattr(getattr(changed, table), key)) != getattr(getattr(run, table), key)
     ]
+
+
+_READ_BY_ALL = tuple(key for key in KEYS if key[0] in ("model", "data"))
+
+
+def paths_for_all(run: RunFile) -> tuple[str, ...]:
+    """The files and folders that all machines of a run read, if they are here: model, data and code, but not
+    `data.private`.
+    """
+    found = dict[str, None]()
+
+    def note(key: tuple[str, str], text: str) -> None:
+        if key in _READ_BY_ALL and Path(text).is_absolute() and Path(text).exists():
+            found[text] = None
+
+    public = _with(run, "data", private=None)
+    _with_places(public, note)
+    return tuple(found)
+
+
+def with_paths_of_machine(run: RunFile, here: Mapping[str, str]) -> RunFile:
+    """The run with other paths for the files and folders that this machine has elsewhere."""
+    return _with_places(run, lambda key, text: here.get(text) if key in _READ_BY_ALL else None)
 
 
 def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
