@@ -31,7 +31,7 @@ from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.attended import Attended
-from bireme.train.checkpoint.holders import MachinesNote
+from bireme.train.checkpoint.holders import MACHINES, MachinesNote
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
@@ -83,7 +83,7 @@ from bireme.train.run_machines import (
     put_mark,
     sees_mark,
     take_files,
-    take_files_of_others,
+    take_lines,
     take_run,
 )
 from bireme.train.stops import RestartLimitError
@@ -294,6 +294,8 @@ class _Joined:
         rank, folders = self._environment.rank, self._talk.hear("storages")
         if len(set(folders)) == 1:
             self._folders.close()
+            if not rank:
+                (orders.folder.path / MACHINES).unlink(missing_ok=True)
             return orders
         node = next(number for number, own in enumerate(nodes.values()) if rank in _ranks_of(own))
         names = [members[0].host for members in nodes.values()]
@@ -324,7 +326,7 @@ class _Joined:
         """Write down what came of the run, while the others serve their files; then wait for their copies."""
         note = self._folders.note
         assert note is not None, "rank 0 is the first on its machine"
-        take_files_of_others(led.folder.path, note)
+        take_lines(led.folder.path, note)
         is_over = not goes_on(self._attended, outcomes)
         finished = finish(led.prepared, led.folder, outcomes) if is_over else None
         self._copy_last(orders)

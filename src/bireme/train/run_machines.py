@@ -51,7 +51,6 @@ _TIMEOUT_S = 60.0
 _LOOK_S = 1.0
 _GROWING = (LEDGER, "metrics.jsonl")
 """Files to which one machine adds lines while the run trains."""
-_OF_ONE_MACHINE = (*_GROWING, "timeline-measured.json")
 _OVERLAP_BYTES, _MOST_NEW_BYTES = 256, 4 << 20
 """Compared before lines are added to the own copy of a growing file, and read of it at a time."""
 
@@ -84,21 +83,45 @@ def sees_mark(runs: Path, name: str) -> bool:
 
 def bring_run(folder: Path, note: MachinesNote) -> None:
     """Have what other machines have of a run that was begun, if this machine's folder lacks it: the record of
-    its files, its ledger and its log.
+    its files, and the lines of its ledger and its log.
     """
-    names = (RECORD, *_GROWING)
-    lacking = [name for name in names if not (folder / name).exists()]
-    if RECORD in lacking or LEDGER in lacking:
-        told = [digests_at(address, lacking, _TIMEOUT_S) for address in note.others]
-        for place, name in enumerate(lacking):
-            found = [(own[place], at) for own, at in zip(told, note.others, strict=True)]
-            there = [(one.num_bytes, at, one) for one, at in found if one is not None]
-            if there:
-                _, address, served = max(there, key=lambda one: one[0])
-                folder.mkdir(parents=True, exist_ok=True)
-                fetch_file([address], name, folder / name, served, _TIMEOUT_S)
+    if not (folder / RECORD).exists():
+        told = [(digests_at(address, [RECORD], _TIMEOUT_S)[0], address) for address in note.others]
+        there = [(one, address) for one, address in told if one is not None]
+        if there:
+            served, address = there[0]
+            folder.mkdir(parents=True, exist_ok=True)
+            fetch_file([address], RECORD, folder / RECORD, served, _TIMEOUT_S)
     if folder.is_dir():
         note_machines(folder, note)
+        take_lines(folder, note)
+
+
+def take_lines(folder: Path, note: MachinesNote) -> None:
+    """Have the lines of the log and the ledger that other machines have after all of those here."""
+    for name in _GROWING:
+        for address in note.others:
+            with suppress(OSError, BiremeError):
+                while _add_lines(folder / name, name, address):
+                    pass
+
+
+def _add_lines(path: Path, name: str, address: KeeperAddress) -> bool:
+    """Add the next whole lines of another machine's file, if it begins as the file here; whether there were
+    any.
+    """
+    own = path.stat().st_size if path.exists() else 0
+    first = max(own - _OVERLAP_BYTES, 0)
+    came = b"".join(ranges(address, name, first, own + _MOST_NEW_BYTES, _TIMEOUT_S))
+    lines = came[own - first : came.rfind(b"\n") + 1]
+    if not lines:
+        return False
+    with path.open("a+b") as file:
+        file.seek(first)
+        is_same = file.read() == came[: own - first]
+        if is_same:
+            file.write(lines)
+        return is_same
 
 
 def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) -> None:
@@ -171,18 +194,6 @@ def _take_manifest(run: Path, name: str, served: ServedFile | None, first: Keepe
     fetch_manifest(run, name, served, [first])
 
 
-def take_files_of_others(folder: Path, note: MachinesNote) -> None:
-    """Have the log and the ledger of a run if another machine has longer ones."""
-    for name in _OF_ONE_MACHINE:
-        own = (folder / name).stat().st_size if (folder / name).exists() else -1
-        told = [(digests_at(address, [name], _TIMEOUT_S)[0], address) for address in note.others]
-        there = [(one.num_bytes, address, one) for one, address in told if one is not None]
-        if there and max(one[0] for one in there) > own:
-            _, address, served = max(there, key=lambda one: one[0])
-            with suppress(BiremeError):  # they are for people
-                fetch_file([address], name, folder / name, served, _TIMEOUT_S)
-
-
 # While the run trains: copies of what the machines before this one have written.
 
 
@@ -227,10 +238,7 @@ class Mirror:
             for machine, address in enumerate(self._note.addresses)
             if machine != self._note.own
         }
-        for name in _GROWING:
-            for machine in there:
-                with suppress(OSError, BiremeError):
-                    self._add_lines(name, self._note.addresses[machine])
+        take_lines(self._folder, self._note)
         self._fetch_manifests(there)
         has_later = False
         for path in reversed(find_checkpoints(self._folder / self._checkpoints)):
@@ -243,20 +251,6 @@ class Mirror:
                 if is_gone and (has_later or not is_whole):
                     retire(path)
                 has_later |= is_whole
-
-    def _add_lines(self, name: str, address: KeeperAddress) -> None:
-        """Add the whole lines that another machine's file has after all of those here."""
-        path = self._folder / name
-        own = path.stat().st_size if path.exists() else 0
-        first = max(own - _OVERLAP_BYTES, 0)
-        came = b"".join(ranges(address, name, first, own + _MOST_NEW_BYTES, _TIMEOUT_S))
-        lines = came[own - first : came.rfind(b"\n") + 1]
-        if not lines:
-            return
-        with path.open("a+b") as file:
-            file.seek(first)
-            if file.read() == came[: own - first]:
-                file.write(lines)
 
     def _fetch_manifests(self, there: Mapping[int, Mapping[str, ServedFile]]) -> None:
         """The manifests of newer checkpoints that this machine has no part in: its ranks write the others."""
