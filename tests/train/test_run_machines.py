@@ -14,11 +14,13 @@ from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
-from tests.support.training import Running, losses, settings, steps_of_checkpoints, write_run
+from tests.support.ports import free_port
+from tests.support.training import Running, losses, metrics, settings, steps_of_checkpoints, write_run
 from tests.train.test_checkpoint_folder import damage
 from tests.train.test_train_joined import closing, command, coordinating, lines_of, written
 from tests.train.test_train_joined import ended as ended_with
-from tests.train.test_train_replica_hosts import LEASE_SHARE, free_port
+from tests.train.test_train_phases import planned
+from tests.train.test_train_replica_hosts import LEASE_S
 
 PACED = "tests.support.paced_samples:paced"
 
@@ -118,7 +120,7 @@ def test_replicas_that_may_die_share_no_folder_and_go_on_when_the_first_machine_
 ) -> None:
     """The machine that led is gone for good. Another one leads, and has what it had written."""
     machines = _Machines(tmp_path, 3, mode="quorum")
-    more = settings(training__steps=5000, sync__lease_s=LEASE_SHARE * patience_s(), data__source=PACED)
+    more = settings(training__steps=5000, sync__lease_s=LEASE_S, data__source=PACED)
     with machines.started(*more) as started:
         started[0].wait_for_step(9)
         end_s = time.monotonic() + patience_s()
@@ -158,3 +160,27 @@ def test_machines_that_join_have_folders_of_their_own(tmp_path: Path) -> None:
     for folder in own.values():
         assert steps_of_checkpoints(folder / "run")[-1] == 12
     assert not [*(tmp_path / "runs").glob("run/*")]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.skipif(not TRY_ALL, reason="three machines for half a minute: make test-all")
+def test_a_pipeline_of_machines_with_own_folders_goes_on_without_one_of_them(tmp_path: Path) -> None:
+    """The stage of the machine that is killed comes from the copy of its files on the next one."""
+    path = planned(tmp_path, "allreduce")
+    more = settings(training__steps=60, checkpoint__every_steps=4)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, path, "--machines", "3", *more, pace_s=0.2))
+        joins = {}
+        for name, words in zip(("blue", "green"), lines_of(red, 2), strict=True):
+            runs = tmp_path / f"runs-{name}"
+            joins[name] = command(tmp_path, name, *words, "--name", name, pace_s=0.2, runs=runs)
+        closing(stack, *joins.values())
+        red.wait_for_step(13)
+        joins["blue"].kill_all()
+        shutil.rmtree(tmp_path / "runs-blue")
+        found = [ended_with(one) for one in (red, joins["green"])]
+    assert [status for status, *_ in found] == [0, 0], found
+    starts = metrics(tmp_path / "runs" / "run", "start")
+    assert [one["num_stages"] for one in starts] == [3, 2]
+    assert starts[1]["step"] >= 8
