@@ -168,7 +168,7 @@ def test_machines_that_join_have_folders_of_their_own(tmp_path: Path) -> None:
 def test_a_pipeline_of_machines_with_own_folders_goes_on_without_one_of_them(tmp_path: Path) -> None:
     """The stage of the machine that is killed comes from the copy of its files on the next one."""
     path = planned(tmp_path, "allreduce")
-    more = settings(training__steps=60, checkpoint__every_steps=4)
+    more = settings(training__steps=30, checkpoint__every_steps=4)
     with ExitStack() as stack:
         (red,) = closing(stack, coordinating(tmp_path, path, "--machines", "3", *more, pace_s=0.2))
         joins = {}

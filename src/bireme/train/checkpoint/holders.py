@@ -71,20 +71,25 @@ class Holders:
 
 
 def find_holders(run: Path, checkpoint: Path, manifest: Manifest, lacking: Sequence[FileEntry]) -> Holders:
-    """The other machines that have the files that this one lacks, by their SHA-256. Raises a `BiremeError` if
-    a file is nowhere.
+    """The machines that have each file, by its SHA-256: this one has all but those `lacking`. Raises a
+    `BiremeError` if a file is nowhere.
     """
-    where = checkpoint.relative_to(run).as_posix()
-    files = {f"{where}/{one.name}": one.sha256 for one in lacking}
-    found = holders_of(files, other_machines(run), _STEP_S)
-    for entry in lacking:
-        if not found[f"{where}/{entry.name}"]:
-            machine = manifest.machines[entry.machine]
-            missing = [one.name for one in lacking if not found[f"{where}/{one.name}"]]
-            raise BiremeError(
-                f"{checkpoint} lacks {', '.join(missing)}: {entry.name} was written on {machine}, and no "
-                f"machine that answers has it. Start the run on {machine} too, or copy the file from there."
-            )
+    where, note = checkpoint.relative_to(run).as_posix(), noted_machines(run)
+    names = {one.name: f"{where}/{one.name}" for one in manifest.files}
+    files = {names[one.name]: one.sha256 for one in manifest.files}
+    found = holders_of(files, () if note is None else note.others, _STEP_S)
+    missing = [one for one in lacking if not found[names[one.name]]]
+    if missing:
+        machine = manifest.machines[missing[0].machine]
+        raise BiremeError(
+            f"{checkpoint} lacks {', '.join(one.name for one in missing)}: {missing[0].name} was written on "
+            f"{machine}, and no machine that answers has it. Start the run on {machine} too, or copy the "
+            "file from there."
+        )
+    if note is not None:
+        own = note.addresses[note.own]
+        is_here = {names[one.name] for one in manifest.files if one not in lacking}
+        found = {name: (*([own] if name in is_here else []), *having) for name, having in found.items()}
     return Holders(found)
 
 
