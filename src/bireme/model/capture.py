@@ -283,7 +283,7 @@ class Captures:
     """The graphs of a model by batch size, each captured once.
 
     The samples of the example inputs are repeated or left out to make a size. `front_end` is `capture` for a
-    module, or `chain` where `model` is the modules of a chain.
+    module, or `chain` where `model` is the modules of a chain. `finish` changes a graph that was captured.
     """
 
     def __init__(
@@ -295,11 +295,13 @@ class Captures:
         training: bool = True,
         name: str | None = None,
         front_end: Callable[..., Graph] = capture,
+        finish: Callable[[Graph], Graph] = lambda graph: graph,
     ) -> None:
         self._model = model
         self._inputs = example_inputs
         self._settings: dict[str, Any] = {"loss": loss, "training": training, "name": name}
         self._front_end = front_end
+        self._finish = finish
         self._for_any: Graph | None = None
         self._for_one: dict[int, Graph] = {}
 
@@ -310,7 +312,7 @@ class Captures:
         size = batch_size(self._inputs) if batch is None else batch
         if size not in self._for_one:
             inputs = resized(self._inputs, size)
-            graph = self._front_end(self._model, inputs, **self._settings)
+            graph = self._finish(self._front_end(self._model, inputs, **self._settings))
             if graph.any_batch:
                 self._for_any = graph
                 return graph

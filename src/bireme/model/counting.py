@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bireme.model.fused_loss import FUSED, LOSS
 from bireme.model.graph import Argument, Graph, Operator, Reference
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
@@ -30,8 +31,6 @@ class Count:
         """The weight."""
         return self.weigh(inputs)
 
-
-LOSS = "loss"
 
 _MEAN = 1
 """Torch's number for the reduction to a mean."""
@@ -89,7 +88,7 @@ def _mean_loss(graph: Graph) -> Operator | None:
     """The operator that makes the loss, if it is a mean over targets of which some may be left out."""
     loss = next((output.value for output in graph.outputs if output.name == LOSS), None)
     place = graph.made_by.get(loss.name) if isinstance(loss, Reference) else None
-    if place is None or graph.operators[place].target not in _MEANS:
+    if place is None or graph.operators[place].target not in (*_MEANS, FUSED):
         return None
     operator = graph.operators[place]
     _, target, weights, reduction, _ = _arguments(operator)
@@ -100,6 +99,9 @@ def _mean_loss(graph: Graph) -> Operator | None:
 
 def _arguments(operator: Operator) -> tuple[Argument, ...]:
     """The five arguments of such a loss, those that are left out at what they are then."""
+    if operator.target == FUSED:
+        scores, _weight, _bias, targets, _rows, _dtype, reduction, ignored = operator.arguments
+        return scores, targets, None, reduction, ignored
     names = ("self", "target", "weight", "reduction", "ignore_index")
     whole: dict[str, Argument] = {"weight": None, "reduction": _MEAN, "ignore_index": _IGNORED}
     whole |= dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)

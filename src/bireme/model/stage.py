@@ -9,6 +9,7 @@ import importlib
 import operator as python_operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bireme.devices import default_generator, is_accelerator
 from bireme.errors import BiremeError
+from bireme.model.fused_loss import FUSED
+from bireme.model.fused_operator import linear_cross_entropy, without_gradients
 from bireme.model.graph import (
     Argument,
     Graph,
@@ -50,6 +53,8 @@ def torch_operator(operator: Operator) -> Callable[..., Any]:
             "graph. Give the modules and the loss that it was made of: stage_function(graph, units, "
             "resolve=chain_resolver(graph, modules, loss=loss))."
         )
+    if operator.target == FUSED:
+        return linear_cross_entropy
     space, _, rest = operator.target.partition(".")
     found: Callable[..., Any]
     if space in ("operator", "math"):
@@ -430,8 +435,9 @@ def _checkpointed(
         nonlocal has_run
         # What the forward writes to its buffers it wrote the first time.
         kept = untouched(buffers, function.writes) if has_run else buffers
-        has_run = True
-        return function(weights, kept, received, device=device, seed=seed)
+        with nullcontext() if has_run else without_gradients():
+            has_run = True
+            return function(weights, kept, received, device=device, seed=seed)
 
     found: dict[str, Tensor] = checkpoint(run, own, given, use_reentrant=False, preserve_rng_state=False)
     return found

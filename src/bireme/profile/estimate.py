@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from bireme.cluster.catalogue import namesake
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
+from bireme.model.fused_loss import FUSED, fused_work
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.units import Unit
 from bireme.profile.profile import Rates, UnitWork
@@ -34,9 +35,10 @@ _VIEWS = (
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """The seconds of a unit: forward, and the two halves of its backward."""
+    """The seconds of a unit: forward, the same without gradients, and the two halves of its backward."""
 
     forward_s: float
+    plain_forward_s: float
     backward_input_s: float
     backward_weight_s: float
 
@@ -47,20 +49,23 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
         raise BiremeError(f"The speed of {device.name} is not known. Describe it in a .json file.")
     trainable = {state.name for state in graph.parameters if state.trainable}
     traffic = _Traffic(graph, batch)
-    forward_s = input_s = weight_s = 0.0
+    forward_s = early_s = input_s = weight_s = 0.0
     for operator in (graph.operators[place] for place in unit.operators):
-        took_s = _operator_s(operator, traffic, batch / graph.batch, device)
+        took_s = _operator_s(graph, operator, traffic, batch, device)
         forward_s += took_s
         if operator.no_grad or not any(v is not None and v.name in learned for v in operator.outputs):
             continue
         read = set(operator.reads())
+        if operator.target == FUSED and not fused_work(graph, operator, batch).keeps_logits:
+            early_s += took_s * (bool(read & learned) + bool(read & trainable))
+            continue
         # Without a product there is one pass over what came back, however many operands there are.
         input_s += took_s * min(len(read & learned), _MOST_PRODUCTS if operator.flops else 1)
         weight_s += took_s * min(len(read & trainable), 1)
     if not any(name in learned for name in unit.receives):
         # Nobody waits for a gradient from here.
         input_s, weight_s = 0.0, input_s + weight_s
-    return _Estimate(forward_s, input_s, weight_s)
+    return _Estimate(forward_s + early_s, forward_s, input_s, weight_s)
 
 
 def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
@@ -109,6 +114,13 @@ def estimated_update_s(
     return moved_s + optimizer_flops / (device.bfloat16_flops_per_s * ATTAINED_FLOPS)
 
 
+def computed_dtype(graph: Graph, operator: Operator) -> str:
+    """The type of number that an operator's products are of."""
+    if operator.target == FUSED:
+        return fused_work(graph, operator, graph.batch).dtype
+    return next((value.dtype for value in operator.outputs if value is not None), "float32")
+
+
 class _Traffic:
     """The bytes that an operator reads and writes."""
 
@@ -132,10 +144,10 @@ class _Traffic:
         return value.num_bytes(self._batch) if value.dtype != "number" else 0
 
 
-def _operator_s(operator: Operator, traffic: _Traffic, scale: float, device: Device) -> float:
+def _operator_s(graph: Graph, operator: Operator, traffic: _Traffic, batch: int, device: Device) -> float:
     if operator.target.startswith(_VIEWS):
         return 0.0
-    made = next((value.dtype for value in operator.outputs if value is not None), "float32")
-    arithmetic_s = operator.flops * scale / (device.flops_per_s(made) * ATTAINED_FLOPS)
+    flops_per_s = device.flops_per_s(computed_dtype(graph, operator)) * ATTAINED_FLOPS
+    arithmetic_s = operator.flops * batch / graph.batch / flops_per_s
     moved_s = traffic.num_bytes(operator) / (device.bytes_per_s * ATTAINED_BYTES)
     return max(arithmetic_s, moved_s, START_S[device.kind])

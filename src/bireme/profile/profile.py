@@ -59,7 +59,8 @@ class UnitWork:
 class UnitCost:
     """One unit at one micro-batch size.
 
-    `recompute_backward_s` is a backward that runs the forward again first. The two halves of the backward
+    `recompute_backward_s` is a backward that runs the forward again first. It takes for granted that the
+    first forward took `forward_s`, which it does not if it makes no gradients. The two halves of the backward
     are None where nobody asked for them. `spread` is the width of the middle half of all measurements of
     forward and backward, relative to their median; zero where the seconds are an estimate.
 

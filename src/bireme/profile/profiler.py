@@ -26,7 +26,13 @@ from bireme.profile.control import (
     keep,
     versions_here,
 )
-from bireme.profile.estimate import estimate_unit, estimated_update_s, rates_of, unit_work
+from bireme.profile.estimate import (
+    computed_dtype,
+    estimate_unit,
+    estimated_update_s,
+    rates_of,
+    unit_work,
+)
 from bireme.profile.measuring import (
     BatchEndTimes,
     Here,
@@ -289,8 +295,7 @@ def _main_dtype(graph: Graph) -> str:
     """The type of number that most of a graph's arithmetic is done in."""
     flops = defaultdict[str, float](float)
     for operator in graph.operators:
-        made = next((value.dtype for value in operator.outputs if value is not None), "float32")
-        flops[made] += operator.flops
+        flops[computed_dtype(graph, operator)] += operator.flops
     return max(flops, key=flops.__getitem__, default="float32")
 
 
@@ -351,7 +356,7 @@ class _Work:
                 self.seconds[size][index] = Seconds(
                     forward_s=found.forward_s,
                     backward_s=backward_s,
-                    recompute_backward_s=found.forward_s + backward_s,
+                    recompute_backward_s=found.plain_forward_s + backward_s,
                     backward_input_s=found.backward_input_s if halves else None,
                     backward_weight_s=found.backward_weight_s if halves else None,
                     spread=0.0,

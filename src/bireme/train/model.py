@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bireme.model.units import Unit
 from bireme.model.weights import check_weights, load_weights, materialize
 from bireme.runtime.layout import Weights
 from bireme.train.data.own import own_samples
+from bireme.train.fused_loss import with_fused_loss
 from bireme.train.initial_weights import InitialWeights, read_initial
 from bireme.train.run_file import RunFile
 from bireme.user_code import names_function, reason_of, user_function
@@ -157,14 +158,12 @@ class RunModel:
         if run.data.packing == "documents":
             source = with_positions(source)
         source = _with_target(source, run)
-        loss = _loss(run)
-        name = run.model.source
-        return cls(
-            run,
-            source,
-            Captures(source.model, source.example_inputs, loss=loss, training=True, name=name),
-            Captures(source.model, source.example_inputs, loss=loss, training=False, name=name),
+        loss, finish = _loss(run), partial(with_fused_loss, run)
+        given: dict[str, Any] = {"loss": loss, "name": run.model.source, "finish": finish}
+        training, evaluation = (
+            Captures(source.model, source.example_inputs, training=mode, **given) for mode in (True, False)
         )
+        return cls(run, source, training, evaluation)
 
     def dropouts(self) -> int | None:
         """How many dropouts its modes differ by; None if they are two programs."""

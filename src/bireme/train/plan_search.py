@@ -46,6 +46,7 @@ from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.fused_loss import fused_loss_note
 from bireme.train.link_codecs import (
     check_boundaries,
     gradient_document,
@@ -532,6 +533,7 @@ class PlannedRun:
         found += plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
         found += shard_note(self.answer)
         found += apart_note(plan, self.run.training.clip_norm)
+        found += fused_loss_note(self.run, self.graph)
         if sync.is_coordinated:
             found += shared_hosts_note(plan, self.cluster, sync.num_sites(plan.width))
         return found

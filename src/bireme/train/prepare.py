@@ -41,6 +41,7 @@ from bireme.train.checkpoint.manifest import RECORD
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData, check_sizes
 from bireme.train.folder import RunFolder
+from bireme.train.fused_loss import fused_loss_note
 from bireme.train.initial_weights import InitialWeights, remove_initial
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -329,6 +330,7 @@ def _planned_from(run: RunFile) -> tuple[object, ...]:
         run.plan,
         run.model.dtype,
         run.model.loss,
+        run.model.fused_loss,
         run.data.length,
         sorted(run.data.private or ()),
         run.training.batch_size,
@@ -420,7 +422,7 @@ def prepared_document(prepared: PreparedRun) -> dict[str, Any]:
     if answer is None or profile is None or prepared.planning_s is None:
         names = [unit.name for unit in units_of(graph)]
         found = saved_plan_document(run.model.source, prepared.plan, names, run.training.batch_size)
-        notes = apart_note(prepared.plan.plan, run.training.clip_norm)
+        notes = apart_note(prepared.plan.plan, run.training.clip_norm) + fused_loss_note(run, graph)
         own = {"sync": sync_document(request), "notes": notes, "exports": {}}
         return found | own | gradient_document(run, graph)
     return PlannedRun(

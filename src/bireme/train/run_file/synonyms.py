@@ -20,6 +20,8 @@ model.source: model_name_or_path model_name model_path model_id name_or_path pre
 model.dtype: bf16 fp16 fp32 precision mixed_precision amp autocast torch_dtype half use_bf16
     | Mixed precision is "bfloat16".
 model.compile: torch_compile use_compile compile_model
+model.fused_loss: use_liger_kernel liger_kernel use_liger fused_linear_cross_entropy fused_cross_entropy
+    chunked_cross_entropy
 model.seed data.seed training.seed: init_seed random_seed manual_seed
 # [data]
 data.length: seq_len seqlen seq_length sequence_length sequence_len max_seq_len max_seq_length max_length

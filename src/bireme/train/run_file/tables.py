@@ -100,6 +100,11 @@ class Model(Table):
     compile: bool = Field(
         default=False, description="Compile the stages with torch: a slow start, then often faster steps"
     )
+    fused_loss: bool | None = Field(
+        default=None,
+        description="Run the last linear layer and its cross-entropy as one operator, which makes the logits "
+        "piece by piece; equal but for rounding. By default if a sample has 2^20 logits or more",
+    )
     train: Texts | None = Field(
         default=None,
         description="Patterns of the parameters that learn, by the model's own names; all others are frozen",
