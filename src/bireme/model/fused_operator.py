@@ -29,6 +29,8 @@ keep a device busy."""
 _SUM_PARTS = 8
 """Parts in which products of 16 bits are added to a gradient in float32, so that a product is short-lived."""
 
+_OPERATORS = torch.ops.bireme
+
 _local = threading.local()
 
 RowOperator = Sequence[Any]
@@ -93,7 +95,7 @@ class _KeptLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, factor: Tensor, ignored: int) -> Tensor:
         gradient = logits.detach()
-        loss = _softmax_loss(gradient, targets, factor, ignored, makes_gradient=True)
+        loss: Tensor = _OPERATORS.softmax_loss(gradient, targets, factor, ignored, makes_gradient=True)
         ctx.save_for_backward(gradient)
         return loss
 
@@ -136,7 +138,7 @@ class _KeptGradients(torch.autograd.Function):
         for begin in range(0, len(hidden), num_rows):
             piece = slice(begin, begin + num_rows)
             logits = functional.linear(hidden[piece], weight, bias)
-            loss += _softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=True)
+            loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=True)
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[piece])
             if of_weight is not None:
@@ -173,19 +175,16 @@ def _loss_of_pieces(
         for begin in range(0, len(hidden), num_rows):
             piece = slice(begin, begin + num_rows)
             logits = functional.linear(hidden[piece], weight, bias)
-            loss += _softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=False)
+            loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=False)
             del logits
     return loss if len(hidden) else loss * factor
 
 
-@torch.library.custom_op("bireme::softmax_loss", mutates_args=("logits",))
 def _softmax_loss(
     logits: Tensor, targets: Tensor, factor: Tensor, ignored: int, *, makes_gradient: bool
 ) -> Tensor:
     """The sum of the losses of some rows, times `factor`. The logits are overwritten, if `makes_gradient` by
     the gradient of this loss.
-
-    It is an operator so that compilers leave it alone, and so that nothing needs its blocks to count bytes.
     """
     block_bytes = _ACCELERATOR_BLOCK_BYTES if is_accelerator(logits.device) else _BLOCK_BYTES
     wide = factor.dtype
@@ -209,6 +208,13 @@ def _softmax_loss(
     return loss.mul_(factor)
 
 
-@_softmax_loss.register_fake
-def _(logits: Tensor, targets: Tensor, factor: Tensor, ignored: int, *, makes_gradient: bool) -> Tensor:
-    return torch.empty_like(factor)
+# As an operator of torch, compilers leave it alone, and bytes are counted without a look at its blocks.
+# `torch.library.custom_op` would import the compiler at the first call, which takes 80 MiB and 1.6 s.
+
+_LIBRARY = torch.library.Library("bireme", "FRAGMENT")
+_LIBRARY.define(
+    "softmax_loss(Tensor(a!) logits, Tensor targets, Tensor factor, int ignored, *, bool makes_gradient) "
+    "-> Tensor"
+)
+_LIBRARY.impl("softmax_loss", _softmax_loss, "CompositeExplicitAutograd")
+_LIBRARY.impl("softmax_loss", lambda *given, makes_gradient: torch.empty_like(given[2]), "Meta")
