@@ -5,7 +5,8 @@ Ranks are threads; the judge is one process, as in `test_engine`.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import cycle, product
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bireme.model import fused_loss
 from bireme.model import stage as segments
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
@@ -27,6 +29,7 @@ from tests.support.engine_parity import (
     tolerance_of,
     train_on_threads,
 )
+from tests.support.extent import several
 from tests.support.regression import WIDTH, Regression
 from tests.support.small_models import (
     CONTEXT,
@@ -418,3 +421,42 @@ def t5() -> Model:
         is_kept=True,
         count=lambda given: float((given["labels"] != -100).sum()),
     )
+
+
+# --- the last linear layer and its loss as one operator
+
+
+FUSED_CASES = [
+    ("1f1b", "some", {}),
+    ("zb-h1", "off", {}),
+    ("2bw-fresh", "off", {"shard": "optimizer"}),
+    ("gpipe", "all", {}),
+    ("interleaved", "off", {}),
+    ("zbv", "off", {}),
+    ("1f1b", "off", {"shard": "weights"}),
+    ("2bw", "off", {"compiles": True}),
+]
+
+
+@pytest.mark.parametrize("keeps", ["logits", "gradients"])
+@pytest.mark.parametrize(("schedule", "recompute", "more"), several(FUSED_CASES, 4))
+def test_a_fused_loss_trains_as_the_models_own_operators(
+    schedule: str, recompute: str, more: dict[str, Any], keeps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways that it has: with few rows, and with many, of which a piece is 4 here."""
+    if more.get("compiles"):
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        monkeypatch.setattr(segments, "cpp_compiler", lambda: "none is asked for")
+    if keeps == "gradients":
+        monkeypatch.setattr(fused_loss, "_LEAST_ROWS", 4)
+    plain = tiny_text(tied=schedule != "zbv")
+    found = fused_loss.fused(plain.graph, asked=True)
+    assert found.reason is None
+    width = 2 if "shard" in more else 1
+    setting = Setting(plan_for(schedule, width=width, recompute=recompute), clip_norm=0.5, **more)
+    data = token_batches(16 * width, 3)
+    trained = train_on_threads(replace(plain, graph=found.graph), setting, data)
+    own = train_on_threads(plain, setting, data)
+    for one, other in zip(trained, own, strict=True):
+        torch.testing.assert_close(one.losses, other.losses)
+        torch.testing.assert_close(one.weights, other.weights)

@@ -244,11 +244,11 @@ class _Match:
         if target in _SCALES and self.bias is None and len(given) == 1 and isinstance(given[0], int | float):
             return target, *given
         if target == "aten.flatten.using_ints":
-            begin, end = (*given, *(0, -1)[len(given) :])
+            begin, end = given if len(given) == 2 else ((given or (0,))[0], _LAST)
             if isinstance(begin, int) and isinstance(end, int) and end % num_axes != num_axes - 1:
                 return target, begin, end
         if target in ("aten.slice.Tensor", "aten.select.int"):
-            axis, *bounds = (*given, *(0, None, None, 1)[len(given) :])
+            axis, *bounds = given or (0,)
             if isinstance(axis, int) and axis % num_axes != num_axes - 1:
                 return target, *given
             if target == "aten.slice.Tensor" and self._takes_all(*bounds):
@@ -287,9 +287,10 @@ def _replaced(graph: Graph, match: _Match) -> Graph:
     """The graph with one operator for a layer and its loss, and without what else is made of the logits."""
     loss = match.graph.operators[match.place]
     gone = set(match.derived)
-    readers = [one for one in graph.operators if match.transpose in one.reads()]
-    if match.transpose is not None and all(value.name in gone for one in readers for value in one.made):
-        gone.add(match.transpose)
+    if match.transpose is not None:
+        readers = [one for one in graph.operators if match.transpose in [*one.reads()]]
+        if all(value.name in gone for one in readers for value in one.made):
+            gone.add(match.transpose)
     operators = [
         match.operator() if operator == loss else operator
         for operator in graph.operators
