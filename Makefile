@@ -73,6 +73,7 @@ bench: setup
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/batch_end.py
+	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/agreement.py
