@@ -24,6 +24,11 @@ def compiled_fused(function: _Function) -> _Function:
     return _compiled(function, fastmath={"contract"})
 
 
+def compiled_dividing(function: _Function) -> _Function:
+    """The same, where a division by zero gives no error but infinity; the others check each divisor."""
+    return _compiled(function, error_model="numpy")
+
+
 def _compiled(function: _Function, **options: Any) -> _Function:
     if not IS_COMPILED:
         return function

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from platform import machine
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
+from bireme.compiled import IS_COMPILED
 from bireme.errors import BiremeError
 from bireme.profile.optimizers import is_hidden_matrix
 from bireme.profile.trace import StorageTrace
@@ -373,3 +375,34 @@ def test_muon_takes_matrices_inside_the_layers_and_adamw_the_rest() -> None:
 def test_optimizers_that_cannot_be_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(BiremeError, match=complaint):
         named_optimizer(**arguments)
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="needs the extra: install bireme[codecs]")
+@pytest.mark.parametrize("kind", ["adamw", "adam", "adam that decays", "a quick average"])
+def test_a_compiled_trial_has_the_bits_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On x86; elsewhere torch's compiler may round some products apart. All sizes are multiples of 16: what is
+    left over torch steps element by element.
+    """
+    monkeypatch.setattr(trial_module, "LEAST_COMPILED", 1)
+    betas = (0.3 if kind == "a quick average" else 0.9, 0.99)
+
+    def factory(named: list[tuple[str, Tensor]]) -> Optimizer:
+        make = AdamW if kind in ("adamw", "a quick average") else Adam
+        return make(named, lr=0.02, betas=betas, weight_decay=0.0 if kind == "adam" else 0.1, fused=True)
+
+    generator = torch.Generator().manual_seed(4)
+    source = {
+        "weight": torch.randn(64, 48, generator=generator),
+        "bias": torch.randn(32, generator=generator),
+    }
+    stepper = Stepper(source, factory)
+    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+    for _ in range(3):
+        gradients = {name: torch.randn(one.shape, generator=generator) for name, one in source.items()}
+        Trials(stepper).make(source, target, gradients, lr_factor=0.5, factor=2.0)
+        stepper.step(source, {name: 2.0 * one for name, one in gradients.items()}, lr_factor=0.5)
+        exact = {} if machine() == "x86_64" else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(target, source, **{"rtol": 0, "atol": 0} | exact)
+    trials = Trials(stepper)
+    trials.make(source, target, gradients, lr_factor=1.0, factor=1.0)
+    assert trials.num_bytes == 0

@@ -1,17 +1,23 @@
 """Trial steps: what a step would make of the weights, while the optimizer's state and the gradients stay.
 
-Stand-ins are stepped with copies of the state, a chunk at a time, so the copies are few and stay in a
-processor's cache; they lie in the same memory at every trial.
+On a CPU a compiled loop makes those of Adam in one pass. For all else stand-ins are stepped with copies of
+the state, a chunk at a time, so the copies are few and stay in a processor's cache; they lie in the same
+memory at every trial.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Adam, AdamW
 
 from bireme.codec.lowrank import Product
+from bireme.compiled import IS_COMPILED
 from bireme.runtime.parameter_groups import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
@@ -22,6 +28,10 @@ CHUNK_ELEMENTS = 2**18
 """How much of the weights is tried at a time: 1 MiB in float32, and as much for each copy. It is more where
 an optimizer, as Muon, needs a parameter whole, and everything where it is not known to treat parameters
 apart."""
+
+
+LEAST_COMPILED = 2**22
+"""Elements of a stage from which on numba is worth its import and the 120 MiB that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,8 @@ class Trials:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._workspace = _Workspace()
+        num_elements = sum(prod(home.shape) for home in stepper.homes)
+        self._is_compiled = IS_COMPILED and num_elements >= LEAST_COMPILED
 
     @torch.no_grad()
     def make(
@@ -78,6 +90,8 @@ class Trials:
     @torch.no_grad()
     def try_chunk(self, chunk: Sequence[Tried], *, lr_factor: float, factor: float) -> None:
         """Try some pieces at once, with their gradients times `factor`."""
+        if self._is_compiled:
+            chunk = [one for one in chunk if not self._is_looped(one, lr_factor, factor)]
         stepped = [one for one in chunk if one.gradient is not None]
         copies = iter(self._workspace.copies_of(self._to_copy(stepped)))
         for one in chunk:
@@ -99,6 +113,22 @@ class Trials:
             if one.goal.dtype != stand_in.tensor.dtype:
                 one.goal.copy_(stand_in.tensor)
 
+    def _is_looped(self, one: Tried, lr_factor: float, factor: float) -> bool:
+        """Have the loop try a piece, if it is one for the loop."""
+        state = self._stepper.state(one.piece.home.name)
+        if one.gradient is None or "exp_avg_sq" not in state or not _is_plain_adam(one.piece.home):
+            return False
+        moments = (one.piece.of(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+        tensors = [one.start, one.gradient, *moments, one.goal]
+        if not all(one.is_cpu and one.dtype is torch.float32 and one.is_contiguous() for one in tensors):
+            return False
+        from bireme.runtime.trial_loop import try_adam
+
+        weights, gradients, means, squares, trial = (tensor.view(-1).numpy() for tensor in tensors)
+        factors = _adam_factors(one.piece.home, float(state["step"]) + 1, lr_factor, factor)
+        try_adam(weights, gradients, means, squares, trial, factors)
+        return True
+
     def _to_copy(self, stepped: Iterable[Tried]) -> Iterator[tuple[Tensor, torch.dtype]]:
         """What a trial must not change, each with the dtype that it is to be copied in: for each piece the
         weights, if the target cannot take their place, the gradient, and the state.
@@ -112,6 +142,33 @@ class Trials:
                 if isinstance(value, Tensor):
                     is_of_each_element = value.ndim > 0 and value.shape == one.piece.home.shape
                     yield one.piece.of(value) if is_of_each_element else value, value.dtype
+
+
+def _group_of(home: Home) -> dict[str, Any]:
+    group: dict[str, Any] = home.optimizer.param_groups[home.group]
+    return group
+
+
+def _is_plain_adam(home: Home) -> bool:
+    """Whether a parameter is stepped by torch's fused Adam or AdamW, whose rounding the loop has."""
+    if type(home.optimizer) not in (Adam, AdamW):
+        return False
+    group = _group_of(home)
+    settings = (*group["betas"], group["lr"])
+    is_plain = bool(group["fused"]) and not group["amsgrad"] and not group["maximize"]
+    return is_plain and all(isinstance(one, float) for one in settings)
+
+
+def _adam_factors(home: Home, step: float, lr_factor: float, factor: float) -> np.ndarray:
+    """What the loop multiplies by."""
+    group = _group_of(home)
+    (beta1, beta2), lr, decay = group["betas"], group["lr"] * lr_factor, group["weight_decay"]
+    is_decoupled = type(home.optimizer) is AdamW or bool(group.get("decoupled_weight_decay"))
+    added, left = (0.0, 1 - lr * decay) if is_decoupled else (decay, 1.0)
+    root, size = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+    return np.array(
+        [factor, added, left, 1 - beta1, beta2, 1 - beta2, root, group["eps"], -size], dtype=np.float32
+    )
 
 
 def _tried(piece: ParameterRows, source: Tensors, target: Tensors, gradients: Gradients) -> Tried:
