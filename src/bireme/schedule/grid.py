@@ -41,10 +41,14 @@ class NeverRunsError(BiremeError):
 
 @dataclass(frozen=True, slots=True)
 class _Ticks:
-    """For each rank, when each of its instructions starts and ends."""
+    """For each rank, when each of its instructions starts and ends; where messages are made and used."""
 
     starts: list[list[int]]
     ends: list[list[int]]
+    made: list[list[tuple[int, Message]]]
+    """For each rank its messages, with the place of the instruction that makes each."""
+    used: dict[Message, tuple[int, int]]
+    """The rank that uses a message, and the place of the instruction there."""
 
 
 _TICKS = {kind: 4 if kind is Kind.BACKWARD else 2 for kind in COMPUTE}
@@ -83,6 +87,8 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
     widths = [len(routes.ranks_of(stage)) for stage in range(num_stages)]
     starts: list[list[int]] = [[] for _ in tracks]
     ends: list[list[int]] = [[] for _ in tracks]
+    made: list[list[tuple[int, Message]]] = [[] for _ in tracks]
+    used: dict[Message, tuple[int, int]] = {}
     ready: dict[_Need, int] = {}
     waiting: dict[_Need, list[int]] = {}
     reduced: dict[int, dict[tuple[int, int], int]] = {}
@@ -92,13 +98,14 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
     runnable = list(range(len(tracks)))
     while runnable:
         rank = runnable.pop()
-        starts_here, ends_here, steps = starts[rank], ends[rank], rest[rank]
+        starts_here, ends_here, made_here, steps = starts[rank], ends[rank], made[rank], rest[rank]
         now = ends_here[-1] if ends_here else 0
         instruction = held[rank]
         while instruction is not None:
             kind = instruction.kind
+            is_compute = kind in _TICKS
             needed: _Need | None = None
-            if kind in _TICKS:
+            if is_compute:
                 needed = instruction.needs(num_stages)
             elif kind is Kind.UPDATE:
                 needed = sum_of(instruction)
@@ -108,12 +115,16 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
                     waiting.setdefault(needed, []).append(rank)
                     break
                 now = max(now, arrival)
+                if isinstance(needed, Message):
+                    used[needed] = rank, len(starts_here)
             starts_here.append(now)
-            if kind in _TICKS:
+            if is_compute:
                 now += duration(instruction) * widths[instruction.stage]
                 for message in providers(instruction, num_stages):
+                    made_here.append((len(ends_here), message))
                     ready[message] = now
-                    runnable += waiting.pop(message, ())
+                    if message in waiting:
+                        runnable += waiting.pop(message)
             elif kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
                 parts = reduced.setdefault(batch, {})
                 parts[instruction.stage, rank] = now
@@ -125,7 +136,7 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
         held[rank] = instruction
     if waiting:
         raise _never_runs(tracks, held, waiting, reduced, routes)
-    return _Ticks(starts, ends)
+    return _Ticks(starts, ends, made, used)
 
 
 def _never_runs(

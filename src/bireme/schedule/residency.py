@@ -311,12 +311,12 @@ def resident(
     entries: dict[_Like, _Entry] = {}
     for block in program.tracks[rank].blocks():
         for instruction in block.instructions:
-            page = instruction.page
-            what = instruction.kind, instruction.stage, instruction.half, page and page.item
+            kind, stage, batch, microbatch, _, half, _, page, _ = instruction
+            what = kind, stage, half, page and page.item
             entry = entries.get(what)
             if entry is None:
                 entry = entries[what] = ledger.entry(instruction)
-            ledger.book(index, entry, instruction.batch + block.batches, instruction.microbatch)
+            ledger.book(index, entry, batch + block.batches, microbatch)
             index += 1
     return ledger.result()
 

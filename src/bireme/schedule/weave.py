@@ -26,11 +26,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from bireme.errors import BiremeError
-from bireme.schedule.grid import clock, providers
-from bireme.schedule.instruction import AVERAGES, BACKWARDS, COMPUTE, SENDS, Instruction, Kind, Message
+from bireme.schedule.grid import clock
+from bireme.schedule.instruction import (
+    AVERAGES,
+    BACKWARDS,
+    COMPUTE,
+    SENDS,
+    Instruction,
+    Kind,
+    Message,
+    instruction_of,
+)
 from bireme.schedule.program import Program, Rule, Track, banks_needed, updates_per_batch
 from bireme.schedule.routes import Routes
 
@@ -51,15 +59,11 @@ from bireme.schedule.routes import Routes
 # to. A transport may rely on that instead of tags.
 
 
-class _Transfer(NamedTuple):
-    """A message that must cross from one rank to another: where it is made and where it is used."""
+_Transfer = tuple[Message, int, int]
+"""A message that must cross from one rank to another: the places where it is made and where it is used."""
 
-    message: Message
-    from_stage: int
-    from_rank: int
-    made_at: int
-    to_rank: int
-    used_at: int
+_FORWARDS = Kind.RECV_FORWARD, Kind.SEND_FORWARD
+_BACKWARDS = Kind.RECV_BACKWARD, Kind.SEND_BACKWARD
 
 
 def lower(program: Program) -> Program:
@@ -67,56 +71,50 @@ def lower(program: Program) -> Program:
     if program.is_lowered:
         raise BiremeError(f"{program.name} already has its sends and receives.")
     tracks = [list(track) for track in program.tracks]
-    ends = clock(tracks, program.routes).ends
+    ticks = clock(tracks, program.routes)
+    ends = ticks.ends
     receives: list[dict[int, list[Instruction]]] = [{} for _ in tracks]
     sends: list[dict[int, Instruction]] = [{} for _ in tracks]
-    for channel in _channels(program, tracks).values():
-        position = len(tracks[channel[0].to_rank])
-        for transfer in reversed(channel):
-            track_ends = ends[transfer.to_rank]
-            sent = ends[transfer.from_rank][transfer.made_at]
-            under_way = bisect_left(track_ends, sent)
-            one_before = _previous_compute(tracks[transfer.to_rank], transfer.used_at)
-            position = min(position, under_way, one_before)
-            message = transfer.message
+    for (from_rank, to_rank), channel in _channels(ticks.made, ticks.used).items():
+        track, track_ends, made_ends = tracks[to_rank], ends[to_rank], ends[from_rank]
+        sent_here, received_here = sends[from_rank], receives[to_rank]
+        position = len(track)
+        for message, made_at, used_at in reversed(channel):
+            under_way = bisect_left(track_ends, made_ends[made_at])
+            position = min(position, under_way, _previous_compute(track, used_at))
             forward, to_stage, batch, microbatch, half = message
-            receive = Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD
-            receives[transfer.to_rank].setdefault(position, []).append(
-                Instruction(receive, to_stage, batch, microbatch, None, half)
+            receive, send = _FORWARDS if forward else _BACKWARDS
+            received_here.setdefault(position, []).append(
+                instruction_of((receive, to_stage, batch, microbatch, None, half, None, None, False))
             )
-            send = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
-            sends[transfer.from_rank][transfer.made_at] = Instruction(
-                send, transfer.from_stage, batch, microbatch, None, half
+            from_stage = message.from_stage
+            sent_here[made_at] = instruction_of(
+                (send, from_stage, batch, microbatch, None, half, None, None, False)
             )
     lowered = []
     for rank, track in enumerate(tracks):
         woven: list[Instruction] = []
+        sent_here, received_here = sends[rank], receives[rank]
         for index, instruction in enumerate(track):
-            woven.extend(reversed(receives[rank].get(index, ())))
+            if index in received_here:
+                woven.extend(reversed(received_here[index]))
             woven.append(instruction)
-            if index in sends[rank]:
-                woven.append(sends[rank][index])
+            if index in sent_here:
+                woven.append(sent_here[index])
         lowered.append(Track(tuple(woven), versions_per_batch=program.tracks[rank].versions_per_batch))
     return replace(program, tracks=tuple(lowered))
 
 
-def _channels(program: Program, tracks: list[list[Instruction]]) -> dict[tuple[int, int], list[_Transfer]]:
+def _channels(
+    made: Sequence[Sequence[tuple[int, Message]]], used: Mapping[Message, tuple[int, int]]
+) -> dict[tuple[int, int], list[_Transfer]]:
     """For each pair of ranks the transfers between them, in the order they are made."""
-    num_stages = program.num_stages
-    uses: dict[Message, tuple[int, int]] = {}
-    for rank, track in enumerate(tracks):
-        for index, instruction in enumerate(track):
-            needed = instruction.needs(num_stages)
-            if needed is not None:
-                uses[needed] = rank, index
     channels: dict[tuple[int, int], list[_Transfer]] = {}
-    for rank, track in enumerate(tracks):
-        for index, instruction in enumerate(track):
-            for message in providers(instruction, num_stages):
-                to_rank, used_at = uses.get(message, (rank, index))
-                if to_rank != rank:
-                    transfer = _Transfer(message, instruction.stage, rank, index, to_rank, used_at)
-                    channels.setdefault((rank, to_rank), []).append(transfer)
+    for rank, own in enumerate(made):
+        for index, message in own:
+            to_rank, used_at = used.get(message, (rank, index))
+            if to_rank != rank:
+                channels.setdefault((rank, to_rank), []).append((message, index, used_at))
     return channels
 
 
@@ -346,7 +344,11 @@ class _StageWeaver:
             woven += self._updates_early(self.early.version(step))
         if self.recompute and step.kind in BACKWARDS:
             woven.append(Instruction(Kind.RECOMPUTE, self.stage, step.batch, step.microbatch, version))
-        woven.append(Instruction(step.kind, self.stage, step.batch, step.microbatch, version, step.half))
+        woven.append(
+            instruction_of(
+                (step.kind, self.stage, step.batch, step.microbatch, version, step.half, None, None, False)
+            )
+        )
         if step.kind in _GRADIENT_DONE:
             woven += self._gradient_done(step.batch, step.microbatch)
         return woven

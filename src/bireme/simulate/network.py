@@ -36,13 +36,13 @@ class Wire:
             raise BiremeError(f"Wire {self.name} carries {self.bytes_per_s} bytes/s; it must be more than 0.")
 
 
-def busy_bytes(curved: Iterable[Link], num_bytes: float, parts: int = 1) -> float:
+def busy_bytes(curved: Sequence[Link], num_bytes: float, parts: int = 1) -> float:
     """The bytes that a way carries at its rate in the time that some bytes keep it busy, which cross it in
     `parts` messages; the link that is slowest for a message of that size decides.
     """
-    if not num_bytes:
-        return 0.0
-    return max((parts * link.busy_bytes(num_bytes / parts) for link in curved), default=num_bytes)
+    if not num_bytes or not curved:
+        return num_bytes
+    return max(parts * link.busy_bytes(num_bytes / parts) for link in curved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,15 @@ class Network:
         return False
 
 
-@dataclass(slots=True)
 class _Flow:
-    path: Path
-    loads: list[tuple[int, float]]
-    left_bytes: float
-    rate: float = 0.0
-    since_s: float = 0.0
+    __slots__ = ("left_bytes", "loads", "path", "rate", "since_s")
+
+    def __init__(self, path: Path, loads: list[tuple[int, float]], left_bytes: float, since_s: float) -> None:
+        self.path = path
+        self.loads = loads
+        self.left_bytes = left_bytes
+        self.rate = 0.0
+        self.since_s = since_s
 
 
 class _Way(NamedTuple):
@@ -195,11 +197,12 @@ class Traffic:
         if way is None or way.path is not path:
             self._rates.clear()
             way = self._ways[flow] = self._way(path)
-        found = self.flows[flow] = _Flow(path, way.loads, path.busy_bytes(num_bytes), since_s=now_s)
+        found = self.flows[flow] = _Flow(path, way.loads, path.busy_bytes(num_bytes), now_s)
         is_alone = not path.elsewhere
         for wire, _ in way.loads:
             here = self.on_wire[wire]
-            is_alone = is_alone and not here
+            if here:
+                is_alone = False
             here.add(flow)
         if not is_alone:
             return self._share(self._neighbors({flow}), now_s)
@@ -217,7 +220,8 @@ class Traffic:
         for wire, _ in self.flows.pop(flow).loads:
             here = self.on_wire[wire]
             here.discard(flow)
-            touched |= here
+            if here:
+                touched |= here
         return self._share(self._neighbors(touched), now_s) if touched else {}
 
     def _neighbors(self, flows: set[int]) -> set[int]:

@@ -103,13 +103,14 @@ class _Operations:
         alike: dict[tuple[Kind, int, int | None, bool, int | None], _Like] = {}
 
         def made(step: Instruction) -> _Op:
-            what = step.kind, step.stage, step.half, step.is_apart, step.microbatch if is_wide else None
+            kind, stage, batch, microbatch, _, half, _, _, is_apart = step
+            what = kind, stage, half, is_apart, microbatch if is_wide else None
             like = alike.get(what)
             if like is None:
                 like = alike[what] = self._like(step, rank)
             code, seconds, key, channel, num_bytes = like
             if code != _LOCAL:
-                key += (step.batch * num_microbatches + (step.microbatch or 0)) * each
+                key += (batch * num_microbatches + (microbatch or 0)) * each
             return _op((code, seconds, key, channel, num_bytes, step))
 
         for block in self._program.tracks[rank].blocks():
@@ -195,6 +196,10 @@ def _key(message: Message) -> int:
     return message.to_stage * 8 + (half if message.forward else 3)
 
 
+Until = Callable[[Sequence[float]], object]
+"""Whether the clock may stop, given when each batch so far has ended."""
+
+
 def simulate(
     program: Program,
     costs: Costs,
@@ -205,6 +210,7 @@ def simulate(
     memory_series: bool = False,
     processors: Processors | None = None,
     tier_links: TierLinks | Sequence[TierLinks] | None = None,
+    until: Until | None = None,
 ) -> Timeline:
     """The timeline of a lowered program.
 
@@ -213,7 +219,8 @@ def simulate(
     `memory_series` keeps the bytes at every instruction, not only the peak. With `processors` ranks of one
     machine share its cores; otherwise each has its own. `tier_links`, of all ranks or of each, say how fast
     the chunks of a program that pages travel, and what work loses to copies and exchanges; without them
-    copies take no time.
+    copies take no time. `until` is asked whenever a batch ends, given when each batch so far has ended (see
+    `Timeline.batch_end_s`), and stops the clock; then neither bytes nor transfers are kept.
     """
     if costs.num_stages != program.num_stages:
         raise BiremeError(
@@ -234,6 +241,7 @@ def simulate(
         tier_links if isinstance(tier_links, Sequence) else (tier_links or TierLinks(),) * program.num_ranks,
         overlap_reduce=overlap_reduce,
         agree=agree,
+        until=until,
     )
     run.to_end()
     sizes = costs.sizes()
@@ -244,9 +252,9 @@ def simulate(
             for rank in run.ranks
         ),
         transfers=tuple(channel.transfers for channel in run.channels if channel.transfers.start_s),
-        memory=tuple(
-            resident(program, rank, sizes, series=memory_series) for rank in range(program.num_ranks)
-        ),
+        memory=()
+        if until is not None
+        else tuple(resident(program, rank, sizes, series=memory_series) for rank in range(program.num_ranks)),
         paging=tuple(rank.mover.result() for rank in run.ranks if rank.mover is not None),
     )
 
@@ -297,9 +305,15 @@ class _Run:
         *,
         overlap_reduce: bool,
         agree: bool,
+        until: Until | None,
     ) -> None:
         self.program = program
         self.costs = costs
+        self.until = until
+        self.is_over = False
+        self.begun: dict[int, tuple[int, float]] = {}
+        """By batch, how many sums of its gradients have begun, and when the last did, while some have not."""
+        self.batch_end_s: list[float] = []
         self.network = network
         self.overlap_reduce = overlap_reduce
         self.agree = agree
@@ -340,20 +354,23 @@ class _Run:
         self.stamps: dict[int, int] = {}
         self.work_stamps = [0] * program.num_ranks
         self.num_stamps = 0
+        self.late_s: dict[float, float] = {}
+        """What messages of so many bytes are late."""
 
     def to_end(self) -> None:
         """Run until nothing moves; everything must have been done by then."""
-        while self.agenda or self._cross_early():
-            now, rank, flow, stamp = heappop(self.agenda)
-            if rank >= 0 and flow == _GOES_ON:
-                self._go_on(self.ranks[rank], now)
-            elif rank >= 0:
-                if self.work_stamps[rank] == stamp:
-                    self._end_work(self.ranks[rank], now)
-            elif self.stamps.get(flow) == stamp:
-                self._end_flow(flow, now)
+        agenda, ranks, stamps, work_stamps = self.agenda, self.ranks, self.stamps, self.work_stamps
+        while (agenda or self._cross_early()) and not self.is_over:
+            now, rank, flow, stamp = heappop(agenda)
+            if rank < 0:
+                if stamps.get(flow) == stamp:
+                    self._end_flow(flow, now)
+            elif flow == _GOES_ON:
+                self._go_on(ranks[rank], now)
+            elif work_stamps[rank] == stamp:
+                self._end_work(ranks[rank], now)
         waits = [f"rank {r.number} waits at {r.held[0].instruction}" for r in self.ranks if r.held]
-        if waits:
+        if waits and not self.is_over:
             raise BiremeError(
                 f"This program never ends: {'; '.join(waits)}. `bireme schedule --check` says why."
             )
@@ -419,7 +436,7 @@ class _Run:
         rank.now_s = now
         rank.worked_on = op, key
         if self.work is None or self.processors is None:
-            self._stamp_work({rank.number: now + seconds})
+            heappush(self.agenda, (now + seconds, rank.number, _WORKED, 0))
             return
         number = rank.number
         cores_s = self.processors.work(number, seconds)
@@ -446,11 +463,27 @@ class _Run:
         elif op.code == _WAITING_SEND:
             rank.crossing.append(~key)
             self._sent(op, key, len(rank.end_s), now)
-        elif op.code == REDUCE and self.overlap_reduce:
-            self._sync(rank, op, key, len(rank.end_s), now)
+        elif op.code == REDUCE:
+            if self.overlap_reduce:
+                self._sync(rank, op, key, len(rank.end_s), now)
+            if self.until is not None and key % 8 != _AVERAGE:
+                self._summing(
+                    key // (self.operations.stride * self.program.num_microbatches), rank.start_s[-1]
+                )
         if rank.mover is not None:
             rank.mover.end(now)
         rank.end_s.append(now)
+
+    def _summing(self, batch: int, now: float) -> None:
+        """A rank has begun to sum a stage's gradients of a batch, which ends with the last of these."""
+        count, latest = self.begun.pop(batch, (0, 0.0))
+        latest = max(latest, now)
+        if count + 1 < self.program.routes.num_places:
+            self.begun[batch] = count + 1, latest
+            return
+        self.batch_end_s.append(latest)
+        assert self.until is not None, "batches are counted for it alone"
+        self.is_over = self.is_over or bool(self.until(self.batch_end_s))
 
     def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, key: int, arrival: float | None) -> None:
         rank.now_s = now
@@ -465,8 +498,11 @@ class _Run:
 
     def _sent(self, op: _Op, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
-        parcel.num_bytes = op.num_bytes
-        parcel.late_s = self.costs.engine.lateness_s(op.num_bytes)
+        num_bytes = parcel.num_bytes = op.num_bytes
+        late_s = self.late_s.get(num_bytes)
+        if late_s is None:
+            late_s = self.late_s[num_bytes] = self.costs.engine.lateness_s(num_bytes)
+        parcel.late_s = late_s
         parcel.sent_by = index
         self._one_end(parcel, now)
 
@@ -567,7 +603,8 @@ class _Run:
         self, channel: SimulatedChannel, parcel: SimulatedMessage, start: float, through: float
     ) -> None:
         arrival = through + channel.path.latency_s + parcel.late_s
-        channel.book(parcel, start, arrival)
+        if self.until is None:
+            channel.book(parcel, start, arrival)
         if not channel.is_sync:
             self._arrived(parcel.key, arrival)
             if channel.meets:

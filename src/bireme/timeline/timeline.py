@@ -5,12 +5,13 @@ from the begin of the window. They are kept in arrays, one entry per instruction
 timeline of millions of instructions stays small.
 """
 
+import math
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 from operator import sub
 
 from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Kind
@@ -139,9 +140,12 @@ class Timeline:
         """Seconds a batch takes once the window's start-up is over and before it drains.
 
         Measured from batch to batch, at the end of the last backward on any rank, over the second half of
-        the window without its last batch; of a window of one batch it is the makespan.
+        the window without its last batch; of a window of one batch it is the makespan. If the clock was
+        stopped before the window's last batch, as `settled_batch_s` has it.
         """
         ends = self.batch_end_s()
+        if len(ends) < self.program.num_batches:
+            return settled_batch_s(ends, len(ends)) or self.makespan_s
         if len(ends) == 1:
             return self.makespan_s
         last = max(len(ends) - 2, 1)
@@ -156,18 +160,48 @@ class Timeline:
         return max(1.0 - busy / whole, 0.0) if whole else 0.0
 
     def batch_end_s(self) -> list[float]:
-        """For each batch of the window the end of its last backward on any rank."""
+        """For each batch of the window the end of its last backward on any rank; only of the batches that
+        have ended on all ranks if the clock was stopped.
+        """
         first = self.program.first_batch
         ends = [0.0] * self.program.num_batches
+        num_ended = len(ends)
         for rank in self.ranks:
-            index = 0
+            index, num_known = 0, len(rank.start_s)
             for block in rank.track.blocks():
                 for place, instruction in enumerate(block.instructions):
-                    if instruction.kind is Kind.REDUCE:
-                        batch = instruction.batch + block.batches - first
+                    if instruction.kind is not Kind.REDUCE:
+                        continue
+                    batch = instruction.batch + block.batches - first
+                    if index + place < num_known:
                         ends[batch] = max(ends[batch], rank.start_s[index + place])
+                    else:
+                        num_ended = min(num_ended, batch)
                 index += len(block.instructions)
-        return ends
+                if index >= num_known and num_ended < len(ends):
+                    break
+        return ends[:num_ended]
+
+
+_SETTLED = 1e-3
+"""Relative: batches that differ by no more take equally long."""
+
+
+def settled_batch_s(ends: Sequence[float], most: float = math.inf) -> float | None:
+    """Seconds of a batch once batches take equally long, or two together as long as the two before, given
+    when each has ended; None before. After `most` batches, the mean of the second half.
+    """
+    spans = [after - before for before, after in pairwise(ends)]
+    if len(spans) > 1 and abs(spans[-1] - spans[-2]) <= _SETTLED * spans[-1]:
+        return spans[-1]
+    if len(spans) > 3:
+        last, before = spans[-1] + spans[-2], spans[-3] + spans[-4]
+        if abs(last - before) <= _SETTLED * last:
+            return last / 2
+    if len(ends) < most or not spans:
+        return None
+    half = spans[len(spans) // 2 :]
+    return sum(half) / len(half)
 
 
 def sync_name(timeline: Timeline, transfers: Transfers) -> str:

@@ -385,16 +385,16 @@ def loads_of(chain: Chain, line: DeviceRow, setting: StageSetting) -> Loads:
         raise BiremeError(
             f"{num_units} units cannot be cut into {num_stages} stages: each needs one unit at least."
         )
-    work = _Work(chain, line, setting)
+    work, peaks = _Work(chain, line, setting), _peaks(chain, num_stages, setting)
     busy_s, recomputed, peak_bytes = [], [], []
     for stage, seat in enumerate(line.seats):
         least = setting.recompute is Recompute.ALWAYS
-        count = work.peak_bytes(stage, recompute=least)
+        count = peaks.of(stage, recompute=least)
         again = np.full(count.shape, least)
         seconds = work.busy_s(stage, recompute=least)
         is_over = count > seat.memory_bytes
         if setting.recompute is Recompute.WHERE_NEEDED and is_over.any():
-            count = np.where(is_over, work.peak_bytes(stage, recompute=True), count)
+            count = np.where(is_over, peaks.of(stage, recompute=True), count)
             seconds = np.where(is_over, work.busy_s(stage, recompute=True), seconds)
             again = is_over
         seconds[work.is_empty] = np.inf
@@ -422,11 +422,7 @@ class _Work:
         }
         self._through_s = {again: _running(seconds) for again, seconds in self._passes_s.items()}
         self._updates_s = _running(chain.update_s / setting.num_microbatches)
-        self._boundary = np.concatenate(([0], chain.boundary_bytes[:-1], [0])).astype(np.float64)
-        """Bytes that cross a cut, by the unit after it; 0 at both ends."""
-        self._returned = np.concatenate(([0], chain.returned_bytes[:-1], [0])).astype(np.float64)
-        """Those of the gradients that come back over it."""
-        self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
+        self._boundary = _crossing(chain.boundary_bytes)
 
     def busy_s(self, stage: int, *, recompute: bool) -> Seconds:
         seat = self._line.seats[stage]
@@ -442,17 +438,56 @@ class _Work:
             seconds += self._message_s(stage)[ends][None, :]
         return np.asarray(seconds)
 
-    def peak_bytes(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
+    def link_s(self) -> list[Seconds]:
+        """Latency keeps nobody's link busy, and is left to the simulator."""
+        found = []
+        for stage, link in enumerate(self._line.links):
+            cuts = slice(stage + 1, stage + 1 + self._width)
+            seconds = link.seconds(self._boundary[cuts])
+            found.append(np.zeros_like(seconds) if link.stops else seconds)
+        return found
+
+    def _message_s(self, link: int) -> Seconds:
+        """How long a message over a link stops a stage."""
+        way = self._line.links[link]
+        return way.seconds(self._boundary) + way.latency_s
+
+    def _ends(self, stage: int) -> tuple[slice, slice]:
+        return slice(stage, stage + self._width), slice(stage + 1, stage + 1 + self._width)
+
+
+class _Peaks:
+    """The tables of bytes, each once: they do not depend on the devices."""
+
+    def __init__(self, chain: Chain, num_stages: int, setting: StageSetting) -> None:
+        self._chain = chain
+        self._num_stages = num_stages
+        self._setting = setting
+        self._width = chain.num_units - num_stages + 1
+        self._boundary = _crossing(chain.boundary_bytes)
+        self._returned = _crossing(chain.returned_bytes)
+        """The bytes of the gradients that come back over a cut."""
+        self._states: dict[tuple[float, float], npt.NDArray[np.float64]] = {}
+        self._known: dict[tuple[int, bool], npt.NDArray[np.float64]] = {}
+
+    def of(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
+        """The most that a stage of any units holds, which nobody may write to."""
+        key = stage, recompute
+        if key not in self._known:
+            self._known[key] = self._counted(stage, recompute=recompute)
+        return self._known[key]
+
+    def _counted(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
         setting = self._setting
         moments = holdings(
             setting.schedule,
-            self._line.num_stages,
+            self._num_stages,
             setting.num_microbatches,
             recompute=recompute,
             updates_early=setting.updates_early,
             has_masters=setting.has_masters,
         )[stage]
-        begins, ends = self._ends(stage)
+        begins, ends = slice(stage, stage + self._width), slice(stage + 1, stage + 1 + self._width)
         tables = self._chain.bytes
         # Stages that run nothing again are ready sooner, so next to them one more message may wait.
         spare = 1 if recompute and setting.recompute is Recompute.WHERE_NEEDED else 0
@@ -474,20 +509,6 @@ class _Work:
             raise BiremeError(f"{setting.schedule} has nothing to do on stage {stage}.")
         return most
 
-    def link_s(self) -> list[Seconds]:
-        """Latency keeps nobody's link busy, and is left to the simulator."""
-        found = []
-        for stage, link in enumerate(self._line.links):
-            cuts = slice(stage + 1, stage + 1 + self._width)
-            seconds = link.seconds(self._boundary[cuts])
-            found.append(np.zeros_like(seconds) if link.stops else seconds)
-        return found
-
-    def _message_s(self, link: int) -> Seconds:
-        """How long a message over a link stops a stage."""
-        way = self._line.links[link]
-        return way.seconds(self._boundary) + way.latency_s
-
     def _state(self, moment: _Moment) -> npt.NDArray[np.float64]:
         """What does not depend on how many micro-batches are kept."""
         key = moment.version, moment.gradient
@@ -501,8 +522,14 @@ class _Work:
             self._states[key] = found
         return found
 
-    def _ends(self, stage: int) -> tuple[slice, slice]:
-        return slice(stage, stage + self._width), slice(stage + 1, stage + 1 + self._width)
+
+_peaks = lru_cache(maxsize=2)(_Peaks)
+"""The tables for mappings that follow each other, of which only the devices differ."""
+
+
+def _crossing(boundary_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Bytes that cross a cut, by the unit after it; 0 at both ends."""
+    return np.concatenate(([0], boundary_bytes[:-1], [0])).astype(np.float64)
 
 
 def _running(values: Seconds) -> Seconds:

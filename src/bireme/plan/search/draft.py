@@ -178,9 +178,12 @@ class Draft:
         """The same without paging."""
         return _gathered(self) if self.whole_weights else self.ungathered_program()
 
-    def ungathered_program(self) -> Program:
-        """The same without what sharing weights takes."""
+    def ungathered_program(self, num_batches: int | None = None) -> Program:
+        """The same without what sharing weights takes; in so many batches if that is given."""
         outline = self.outline
+        usual = (
+            _LOOPED if self.paging is not None else _DRAINING if self.rule is Rule.SYNCHRONOUS else _FLOWING
+        )
         return _program(
             outline.schedule,
             outline.num_stages,
@@ -193,7 +196,7 @@ class Draft:
             outline.updates_halfway,
             self.sweep,
             self.shares,
-            is_looped=self.paging is not None,
+            num_batches or usual,
         )
 
     def plan(self, names: tuple[str, ...], codecs: tuple[BoundaryCodecs, ...] = ()) -> Plan:
@@ -249,11 +252,8 @@ def _program(
     updates_halfway: bool,
     sweep: int,
     shares: tuple[tuple[int, ...], ...],
-    *,
-    is_looped: bool,
+    num_batches: int,
 ) -> Program:
-    drains = schedule_named(schedule).rule is Rule.SYNCHRONOUS
-    num_batches = _LOOPED if is_looped else _DRAINING if drains else _FLOWING
     return generate(
         schedule,
         num_stages=num_stages,

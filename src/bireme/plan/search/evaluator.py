@@ -9,8 +9,9 @@ Parameters that stages on several ranks share are summed over all of these, in a
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import ceil
 from operator import itemgetter
@@ -50,16 +51,20 @@ from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.unequal_costs import flows, hop_bytes, least_path_s, rings, simulated
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
+from bireme.schedule.residency import Residency, resident
 from bireme.simulate.copies import REPLICAS
 from bireme.simulate.network import Network
-from bireme.simulate.simulator import simulate
-from bireme.timeline.timeline import Timeline
+from bireme.simulate.simulator import Until, simulate
+from bireme.timeline.timeline import Timeline, settled_batch_s
 
 MOST_INSTRUCTIONS = 20_000
 """Of the replicas of a plan; when so many are simulated, the faster ones are left out."""
 
 _SLOWED = 2
 """Times as long as alone a sum may take beside messages."""
+
+_SETTLING = 24
+"""Batches within which batches that overlap come to take equally long, if the usual window is too short."""
 
 _NUM_TRIPS = 3
 """Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
@@ -148,9 +153,10 @@ class PlanEvaluator:
         floor = self.floor(draft)
         shortened = draft.shortened(self._fewest(draft, floor))
         seen = draft if shortened is None else shortened[1]
-        program = seen.program(is_brief=is_brief)
-        of_replica = self._simulated(seen, program, floor)
-        batch_s, slowest = max(of_replica, key=itemgetter(0))
+        of_replica = self._simulated(seen, seen.program(is_brief=is_brief), floor)
+        timelines = self._with_memory(seen, [timeline for _, timeline in of_replica])
+        batch_s, place = max((seconds, -place) for place, (seconds, _) in enumerate(of_replica))
+        slowest = timelines[-place]
         if shortened is not None:
             batch_s += self._more_s(draft, *shortened, batch_s)
         batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
@@ -169,7 +175,7 @@ class PlanEvaluator:
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, seen, [timeline for _, timeline in of_replica])),
+            stages=tuple(self._stages(draft, seen, timelines)),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.most_replicas, problem.profile.optimizer),
@@ -185,8 +191,7 @@ class PlanEvaluator:
         stands for all. A pipeline of stages of unequal width is simulated as it is.
         """
         if draft.outline.stage_widths:
-            timeline = self._simulate_unequal(draft, program)
-            return [(timeline.steady_batch_s, timeline)]
+            return [self._settled(partial(self._simulate_unequal, draft), draft, program)]
         networks = self._networks(draft)
         known: dict[object, tuple[float, Timeline]] = {}
         of_size: dict[int, tuple[float, Timeline]] = {}
@@ -197,10 +202,36 @@ class PlanEvaluator:
             network = networks.of(replica)
             key = self._likeness(draft, program, replica, network)
             if key not in known:
-                timeline = self._simulate(draft, program, replica, network)
-                known[key] = timeline.steady_batch_s, timeline
+                run = partial(self._simulate, draft, replica, network)
+                known[key] = self._settled(run, draft, program)
             of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
         return [of_size[size] for size in draft.outline.sizes]
+
+    def _settled(
+        self, run: Callable[..., Timeline], draft: Draft, program: Program
+    ) -> tuple[float, Timeline]:
+        """The seconds of a batch once the pipeline has come to its pace, and the timeline of a few batches.
+
+        If batches overlap, the clock stops as soon as they take equally long; if they do not within the
+        window, a longer one follows.
+        """
+        if draft.rule is Rule.SYNCHRONOUS or _moves_memory(program):
+            timeline = run(program)
+            return timeline.steady_batch_s, timeline
+        most = program.num_batches - 1
+        ended: list[float] = []
+
+        def is_over(ends: Sequence[float]) -> bool:
+            ended[:] = ends
+            return len(ends) == most
+
+        timeline = run(program, is_over)
+        batch_s = settled_batch_s(ended)
+        if batch_s is None:
+            longer = draft.ungathered_program(_SETTLING)
+            until = partial(settled_batch_s, most=_SETTLING - 1)
+            batch_s = run(longer, until).steady_batch_s
+        return batch_s, timeline
 
     def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
@@ -293,7 +324,7 @@ class PlanEvaluator:
         if draft.outline.stage_widths:
             return self._simulate_unequal(draft, program)
         replica = self._slowest_first(draft, self.floor(draft))[0]
-        return self._simulate(draft, program, replica, self._networks(draft).of(replica))
+        return self._simulate(draft, replica, self._networks(draft).of(replica), program)
 
     def _slowest_first(self, draft: Draft, floor: _LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
@@ -301,6 +332,20 @@ class PlanEvaluator:
             max(floor.device_s[row[replica]] for row in draft.grid) for replica in range(draft.outline.width)
         ]
         return sorted(range(len(busiest_s)), key=lambda replica: (-busiest_s[replica], replica))
+
+    def _with_memory(self, seen: Draft, timelines: Sequence[Timeline]) -> list[Timeline]:
+        """The timelines with what ranks keep, which is the same for replicas with equal micro-batches."""
+        counted: dict[int, tuple[Residency, ...]] = {}
+        found = []
+        for timeline, size in zip(timelines, seen.outline.sizes, strict=False):
+            if timeline.memory:
+                found.append(timeline)
+                continue
+            if size not in counted:
+                program, sizes = timeline.program, self._work(seen, size).costs.sizes()
+                counted[size] = tuple(resident(program, rank, sizes) for rank in range(program.num_ranks))
+            found.append(replace(timeline, memory=counted[size]))
+        return found
 
     def _stages(self, draft: Draft, seen: Draft, timelines: Sequence[Timeline]) -> list[StageForecast]:
         """The stages of a draft, of which `seen` was simulated, with fewer micro-batches."""
@@ -349,7 +394,9 @@ class PlanEvaluator:
             )
         return found
 
-    def _simulate(self, draft: Draft, program: Program, replica: int, network: Network) -> Timeline:
+    def _simulate(
+        self, draft: Draft, replica: int, network: Network, program: Program, until: Until | None = None
+    ) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
         costs = self._work(draft, draft.outline.sizes[replica], self._kinds(draft, replica)).costs
@@ -363,20 +410,24 @@ class PlanEvaluator:
             host_speed=tuple(problem.resource_speeds[device].host for device in devices),
             engine=problem.engine,
         )
-        self.num_instructions += program.num_instructions
-        return simulate(
+        timeline = simulate(
             program,
             costs,
             network,
             agree=True,
             processors=processors_of(problem, draft.grid, replica),
             tier_links=tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else None,
+            until=until,
         )
+        return self._counted(timeline)
 
-    def _simulate_unequal(self, draft: Draft, program: Program) -> Timeline:
-        self.num_instructions += program.num_instructions
+    def _simulate_unequal(self, draft: Draft, program: Program, until: Until | None = None) -> Timeline:
         costs = self._work(draft, draft.outline.sizes[0]).costs
-        return simulated(self._problem, draft, program, costs, self._tied_of(draft))
+        return self._counted(simulated(self._problem, draft, program, costs, self._tied_of(draft), until))
+
+    def _counted(self, timeline: Timeline) -> Timeline:
+        self.num_instructions += sum(len(rank.start_s) for rank in timeline.ranks)
+        return timeline
 
     def _likeness(self, draft: Draft, program: Program, replica: int, network: Network) -> object:
         """What is equal for replicas that run alike."""

@@ -20,7 +20,7 @@ from bireme.schedule.program import Program
 from bireme.schedule.routes import microbatch_owner
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
-from bireme.simulate.simulator import simulate
+from bireme.simulate.simulator import Until, simulate
 from bireme.timeline.timeline import Timeline
 
 
@@ -75,9 +75,14 @@ def least_path_s(problem: PlanningProblem, draft: Draft, costs: Costs) -> float:
 
 
 def simulated(
-    problem: PlanningProblem, draft: Draft, program: Program, costs: Costs, tied: list[Tied]
+    problem: PlanningProblem,
+    draft: Draft,
+    program: Program,
+    costs: Costs,
+    tied: list[Tied],
+    until: Until | None = None,
 ) -> Timeline:
-    """The timeline of all ranks of a draft in the window of a program."""
+    """The timeline of all ranks of a draft in the window of a program, `until` the clock stops."""
     devices = [seat.device for seat in draft.seats()]
     reduced, sync_s = hop_bytes(problem, draft, costs), [0.0] * draft.outline.num_stages
     for one in tied_rings(problem, draft, tied):
@@ -106,4 +111,5 @@ def simulated(
         network,
         agree=True,
         processors=processors_of(problem, [(device,) for device in devices], 0),
+        until=until,
     )
