@@ -377,8 +377,11 @@ def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
 class HeuristicExplorer(Explorer):
     """Goes through the shapes that look best, and walks on from the best of every kind."""
 
-    def __init__(self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
+    def __init__(
+        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, walks: bool = True
+    ) -> None:
         super().__init__(problem, outlines, ledger)
+        self._walks = walks
         self._estimator = _Estimator(problem, outlines)
         self._share = min(_MOST_SHARE, _FEW / len(problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
@@ -423,7 +426,7 @@ class HeuristicExplorer(Explorer):
             is_promising = start.draft in best_of_kinds or ledger.could_be_best(
                 outline, self._outlines.least_s(outline)
             )
-            if outline not in walked and is_promising:
+            if self._walks and outline not in walked and is_promising:
                 walked.add(outline)
                 self._walk(next(one for one in found if one.draft.outline == outline))
         ledger.progress(1.0)

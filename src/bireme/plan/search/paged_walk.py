@@ -417,10 +417,12 @@ def _variants(paging: Paging, places: Sequence[bool], *, may_be_apart: bool) -> 
 
 
 class Search(Protocol):
-    """An ordinary search on a cluster; `is_tight` where hardly any plan fits."""
+    """An ordinary search on a cluster; `is_tight` where hardly any plan fits, `is_rough` if plans are looked
+    for that are to be changed.
+    """
 
     def __call__(
-        self, machines: Cluster, request: PlanRequest, /, *, is_tight: bool = False
+        self, machines: Cluster, request: PlanRequest, /, *, is_tight: bool = False, is_rough: bool = False
     ) -> Answer | NothingFits:
         """What it finds."""
 
@@ -441,21 +443,27 @@ def with_paging(
     request: PlanRequest,
     search: Search,
     most_cost: float,
+    walked: set[Draft],
     *,
     is_brief: bool,
 ) -> Answer | NothingFits:
     """The best plan that fits, whether it pages or not, and what the other ways would take.
 
-    Plans that cost more than `most_cost` with room for everything are not made to page.
+    Plans that cost more than `most_cost` with room for everything are not made to page; if all do, this
+    raises NoRoomError. If the best plan costs more, nothing is said of the other ways. Plans in `walked`
+    were made to page in another search on some of these devices; those of this search are added.
     """
 
     def cost(candidate: Candidate) -> float:
         return candidate.forecast.cost(request.goal)
 
     _check_updates(profile, request)
-    roomy = search(with_room(cluster), replace(request, memory=None, memory_fraction=1.0))
+    unlimited = replace(request, memory=None, memory_fraction=1.0)
+    roomy = search(with_room(cluster), unlimited, is_rough=True)
     problem = PlanningProblem(profile, cluster, request)
     walk = PagedWalk(problem, is_brief=is_brief)
+    if isinstance(roomy, Answer) and cost(roomy.best) * AS_GOOD >= most_cost:
+        raise NoRoomError("No plan is fast enough, even with room for everything.")
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
         return search(cluster, request)
     plain = search(cluster, request, is_tight=True)
@@ -464,12 +472,15 @@ def with_paging(
     paged: list[Candidate] = []
     most_seeds = BRIEF_SEEDS if is_brief else MOST_SEEDS
     seeds = list(roomy.candidates[:most_seeds])
-    if (limited := _with_tiers(problem)) is not None:
-        within = search(limited, replace(request, memory=None, memory_fraction=1.0))
+    limited = _with_tiers(problem)
+    if limited is not None and not _fit(limited, problem, seeds[0]):
+        within = search(limited, unlimited, is_rough=True)
         seeds += within.candidates[:most_seeds] if isinstance(within, Answer) else ()
     for seed in sorted(dict.fromkeys(seeds), key=cost):
-        if cost(seed) * AS_GOOD < least:
-            best = walk.best_from(draft_of(seed.plan, cluster), cost(seed), least)
+        draft = draft_of(seed.plan, cluster)
+        if cost(seed) * AS_GOOD < least and draft not in walked:
+            walked.add(draft)
+            best = walk.best_from(draft, cost(seed), least)
             if best is not None:
                 paged.append(best)
                 least = min(least, cost(best))
@@ -482,7 +493,7 @@ def with_paging(
         tuple(candidates),
         replace(basis.origin, how=how, cluster=cluster_hash(cluster)),
         basis.num_tried + walk.num_tried,
-        tuple(_ways(plain, roomy, walk)),
+        tuple(_ways(plain, roomy, walk)) if cost(candidates[0]) < most_cost else (),
     )
 
 
@@ -527,6 +538,19 @@ def _with_tiers(problem: PlanningProblem) -> Cluster | None:
         for server in problem.cluster.servers
     )
     return replace(problem.cluster, servers=servers)
+
+
+def _fit(limited: Cluster, problem: PlanningProblem, seed: Candidate) -> bool:
+    """Whether a plan fits a cluster, by the bytes of its stages."""
+    room = PlanningProblem(
+        problem.profile, limited, replace(problem.request, memory=None, memory_fraction=1.0)
+    )
+    limits = dict(zip(room.names, room.limits, strict=True))
+    return all(
+        peak_bytes <= limits[device]
+        for stage in seed.forecast.stages
+        for device, peak_bytes, _ in stage.bytes_of_devices()
+    )
 
 
 def _ways(plain: Answer | NothingFits, roomy: Answer, walk: PagedWalk) -> Iterator[MemoryWay]:

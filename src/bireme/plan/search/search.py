@@ -18,7 +18,7 @@ from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Ori
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import profile_hash
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
-from bireme.plan.search.draft import draft_of
+from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.evaluated import (
     EvaluatedDrafts,
     with_best_codecs,
@@ -68,6 +68,7 @@ def find_plan(
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices
+        walked: set[Draft] = set()
 
         def on_devices(asked: PlanRequest, most_cost: float) -> Answer | NothingFits:
             is_subset = asked.devices != on_all
@@ -76,15 +77,25 @@ def find_plan(
                 if not is_subset:  # the first search takes longest
                     tell((place + done) / count)
 
-            def on(machines: Cluster, asked: PlanRequest, *, is_tight: bool = False) -> Answer | NothingFits:
-                return _found(profile, machines, asked, share, is_brief=is_brief, is_tight=is_tight)
+            def on(
+                machines: Cluster, asked: PlanRequest, *, is_tight: bool = False, is_rough: bool = False
+            ) -> Answer | NothingFits:
+                return _found(
+                    profile,
+                    machines,
+                    asked,
+                    share,
+                    is_brief=is_brief or is_rough,
+                    is_tight=is_tight,
+                    is_rough=is_rough,
+                )
 
             walks_briefly = is_brief or is_subset
             if asked.shares_weights:
                 return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
             if asked.memory is None:
                 return on(cluster, asked)
-            return with_paging(profile, cluster, asked, on, most_cost, is_brief=walks_briefly)
+            return with_paging(profile, cluster, asked, on, most_cost, walked, is_brief=walks_briefly)
 
         return _with_subsets(PlanningProblem(profile, cluster, asked), on_devices, is_brief=is_brief)
 
@@ -121,9 +132,11 @@ def _found(
     *,
     is_brief: bool,
     is_tight: bool,
+    is_rough: bool = False,
 ) -> Answer | NothingFits:
     """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
-    hardly any fits, and so hardly any would be ruled out.
+    hardly any fits, and so hardly any would be ruled out. If the search is rough, a heuristic one does not
+    walk on from the plans it finds.
     """
     problem = PlanningProblem(profile, cluster, request)
     outlines = Outlines(problem)
@@ -140,7 +153,7 @@ def _found(
         if is_exhaustive:
             explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
         else:
-            explorer = HeuristicExplorer(problem, outlines, ledger)
+            explorer = HeuristicExplorer(problem, outlines, ledger, walks=not is_rough)
         explorer.explore(shapes)
         how.append(explorer.how)
     if not request.equal_widths_because:
