@@ -77,16 +77,16 @@ def topk_with_muon(rows: Sequence[Row], *, has_ending: bool) -> float | None:
     return None if muon is None or adamw is None else muon.median / adamw.median
 
 
-def agreement_law(word: str, rows: Sequence[Row]) -> float | None:
-    """Steps for one of four replicas that agree in that way, with AdamW and no delay; None where they are not
-    known, or are more than the shortest run that was compared.
+def agreement_law(word: str, rule: str, optimizer: str, replicas: int, rows: Sequence[Row]) -> float | None:
+    """Steps for one of replicas that agree in that way; None where they are not known, or are more than the
+    shortest run that was compared.
     """
+    asked = word, rule, optimizer, replicas
     return next(
         (
             row.penalty
             for row in rows
-            if row.cell.agreement == word
-            and (row.cell.rule, row.cell.optimizer, row.cell.replicas) == ("synchronous", "adamw", 4)
+            if (row.cell.agreement, row.cell.rule, row.cell.optimizer, row.cell.replicas) == asked
         ),
         None,
     )

@@ -1,5 +1,6 @@
 """What delayed updates cost in steps: as the study measured it, and as plans count it."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -11,17 +12,21 @@ from hypothesis import strategies as st
 from benchmarks.delay_study.law import LAWS, agreement_law, codec_law, law, sum_law, topk_with_muon
 from benchmarks.delay_study.study import Known, Run
 from benchmarks.delay_study.table import Row, rows
+from bireme.codec.sum_description import SiteRounds
 from bireme.errors import BiremeError
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     ENOUGH_STEPS,
     EXCESSES,
     FINER_FORWARD,
+    LOST,
     MEASURED,
     STUDIED,
+    STUDIED_CELLS,
     STUDIED_SUMS,
     TOPK_WITH_MUON,
     AgreementSteps,
+    agreement_steps,
     delay_warmup_of,
     steps_for_one,
     unseen_share,
@@ -85,11 +90,60 @@ def test_what_topk_costs_with_muon_is_what_the_study_says(has_ending: bool) -> N
     assert round(found, 1) == TOPK_WITH_MUON[has_ending]
 
 
-@pytest.mark.parametrize("counted", STUDIED)
-def test_the_steps_of_replicas_that_average_weights_are_what_the_study_says(counted: AgreementSteps) -> None:
-    found = agreement_law(f"{counted.mode}:{counted.every}", studied())
-    assert counted.is_at_least == (found is None)
-    assert found is None or round(found, 2) == counted.steps
+@pytest.mark.parametrize("agreement", STUDIED)
+def test_the_steps_of_replicas_that_average_weights_are_what_the_study_says(
+    agreement: tuple[str, int],
+) -> None:
+    mode, every = agreement
+    for (optimizer, replicas), counted in zip(STUDIED_CELLS, STUDIED[agreement], strict=True):
+        for rule, steps in zip(("synchronous", "fresh+warm-up"), counted, strict=True):
+            found = agreement_law(f"{mode}:{every}", rule, optimizer, replicas, studied())
+            assert (LOST if found is None else round(found, 2)) == steps, (optimizer, replicas, rule)
+
+
+def steps_of(
+    mode: str = "diloco",
+    every: int = 50,
+    optimizer: str = "adamw",
+    replicas: int = 4,
+    rule: Rule = Rule.SYNCHRONOUS,
+    *,
+    has_warmup: bool = True,
+) -> AgreementSteps:
+    return agreement_steps(mode, every, optimizer, replicas, rule, has_warmup=has_warmup)
+
+
+def test_replicas_that_average_count_as_the_next_more_that_were_studied() -> None:
+    few, eight, many = (steps_of(replicas=count) for count in (2, 5, 9))
+    assert few == steps_of() == AgreementSteps(1.97, is_studied=True, is_at_least=False)
+    assert eight == AgreementSteps(2.58, is_studied=True, is_at_least=False)
+    assert many == AgreementSteps(2.58, is_studied=False, is_at_least=True)
+
+
+def test_averages_that_were_not_studied_count_as_what_is_nearest_and_say_so() -> None:
+    others = [
+        steps_of(every=60),
+        steps_of(optimizer="sgd"),
+        steps_of(rule=Rule.DELAYED),
+        steps_of(rule=Rule.FRESH, has_warmup=False),
+    ]
+    assert {one.steps for one in others} == {1.97}
+    assert not any(one.is_studied for one in others)
+    lost = steps_of(every=200, optimizer="muon", replicas=8)
+    assert (lost.is_studied, lost.is_at_least) == (False, True)
+    assert steps_of("groups", 1, "muon").steps == 1.0  # 0.95 is noise
+
+
+def test_averages_under_a_fresh_rule_count_beside_what_the_rule_itself_takes() -> None:
+    rule = MEASURED[Rule.FRESH, True]["adamw"].at(unseen_share(4, 4))
+    assert steps_of("groups", 10, rule=Rule.FRESH).steps * rule == pytest.approx(1.32)
+    rounds = SiteRounds(averages=True, connect_every=10)
+    one, other = (PlanRequest(8, rounds=found) for found in (rounds, None))
+    gain = one.agreement_penalty(4, "adamw", Rule.FRESH)
+    assert gain == steps_of("groups", 10, rule=Rule.FRESH).steps
+    assert other.agreement_penalty(4, "adamw", Rule.FRESH) == 1.0
+    throughput = replace(one, goal=Goal.THROUGHPUT)
+    assert throughput.agreement_penalty(4, "adamw", Rule.SYNCHRONOUS) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from bireme.plan.agreements import agreements
 from bireme.plan.explain import Help, changes, explain
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.loads import Recompute
-from bireme.plan.penalties import STUDIED
 from bireme.plan.plan import device_ranges
 from bireme.plan.plan_request import PlanRequest
 from bireme.profile.profile import Profile
@@ -94,7 +93,9 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
         found = agreements(answer.best, replace(profile, units=units), two(bytes_per_s), request)
         assert [(one.mode, one.every) for one in found] == [
             ("allreduce", 1),
-            *((p.mode, p.every) for p in STUDIED),
+            ("groups", 1),
+            ("groups", 10),
+            ("diloco", 50),
         ]
         if rounds is None:
             assert found[0].samples_per_s == answer.best.forecast.samples_per_s

@@ -130,7 +130,7 @@ def test_a_run_says_what_its_sites_send_each_other() -> None:
     diloco = rounds("diloco", diloco_every=30, diloco_fragments=3, diloco_overlap=2)
     assert diloco == SiteRounds(averages=True, every=30, fragments=3, lag=2, in_parts=True, kept_share=5.0)
     whole = rounds("groups", average_optimizer=True)
-    assert whole == SiteRounds(averages=True, state_share=2.0, kept_share=6.0)
+    assert whole == SiteRounds(averages=True, state_share=2.0, kept_share=6.0, connect_every=10)
 
 
 def test_sites_are_planned_on_servers_of_their_own() -> None:

@@ -41,11 +41,11 @@ def test_a_codec_of_sums_is_measured_beside_that_of_boundaries(
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path))
     monkeypatch.setattr(codec_timing, "SHAPE", (16, 256))
     bare, sums = replace(tiny_profile(2), num_threads=1), parse_sum_codec(word)
-    found = with_codec_rates(bare, ["int8"], 4, CPU, sums=sums)
+    found = with_codec_rates(bare, ["int8"], 4, CPU, sums=[sums])
     assert [one.codec for one in found.codecs] == ["int8", f"{word} in sums"]
     assert found.codecs[1].encode_s + 2 * found.codecs[1].decode_s > 0
     monkeypatch.setattr(codec_timing, "_median_s", None)
-    assert with_codec_rates(bare, ["int8"], 4, CPU, sums=sums) == found
+    assert with_codec_rates(bare, ["int8"], 4, CPU, sums=[sums]) == found
 
 
 def test_codecs_are_measured_beside_a_profile_of_an_accelerator(

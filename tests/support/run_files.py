@@ -56,7 +56,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "data.private": st.dictionaries(st.sampled_from(["a", "b.c", "host-0"]), WORDS, min_size=1),
     "training.betas": st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     "training.gradient": st.sampled_from(["whole", "principal:2", "principal:1:4"]),
-    "sync.codec": st.sampled_from(["none", "int8", "threshold:0.5:7", "lowrank:3"]),
+    "sync.codec": st.sampled_from(["auto", "none", "int8", "threshold:0.5:7", "lowrank:3"]),
     "checkpoint.folder": PLAIN,
     "log.name": PLAIN,
     "log.prompt": st.text(max_size=12),

@@ -82,20 +82,29 @@ def test_a_run_keeps_what_the_planner_chose_that_its_replicas_share(
 ) -> None:
     path = write_run(tmp_path, "2bw", 1)
     plan = json.loads(write_plan(tmp_path, 2).read_text())
-    (tmp_path / "chosen.json").write_text(json.dumps(plan | {"plan": plan["plan"] | {"shard": "optimizer"}}))
-    common = {"cluster__workers": 2, "training__steps": 2, "memory__shard": "auto", "log__name": "own"}
+    agreed = {"shard": "optimizer", "sync_mode": "allreduce", "sum_codec": "int4"}
+    (tmp_path / "chosen.json").write_text(json.dumps(plan | {"plan": plan["plan"] | agreed}))
+    auto = {"memory__shard": "auto", "sync__mode": "auto", "sync__codec": "auto"}
+    common = {"cluster__workers": 2, "training__steps": 2, "log__name": "own", **auto}
     own = settings(**common, plan__file=tmp_path / "chosen.json")
     first = bireme(capsys, "train", str(path), "--json", *own)
     assert first.status == 0, first.err
     assert first.document["sync"]["shared"]["gathered_bytes"] > 0
-    assert load_run_file(tmp_path / "runs" / "own" / "run.toml").memory.shard == "optimizer"
-    more = settings(memory__shard="auto", training__steps=3, training__schedule_steps=2)
+    own_run = load_run_file(tmp_path / "runs" / "own" / "run.toml")
+    assert (own_run.memory.shard, own_run.sync.mode) == ("optimizer", "allreduce")
+    assert own_run.sync.codec == "int4"
+    begun = json.loads((tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (begun["sync_mode"], begun["sum_codec"]) == ("allreduce", "int4")
+    more = settings(training__steps=3, training__schedule_steps=2, **auto)
     then = bireme(capsys, "resume", str(tmp_path / "runs" / "own"), "--json", *more)
     assert then.status == 0, then.err
     assert "a new one is made" not in then.err
     assert then.document["sync"]["shared"]["gathered_bytes"] > 0
+    assert load_run_file(tmp_path / "runs" / "own" / "run.toml").sync.codec == "int4"
 
-    searched = settings(**common, plan__file="", plan__width=2, plan__schedule="1f1b")
+    searched = settings(
+        **common | {"sync__mode": "allreduce"}, plan__file="", plan__width=2, plan__schedule="1f1b"
+    )
     dry = bireme(capsys, "train", str(path), "--dry-run", "--json", *searched)
     assert dry.status == 0, dry.err
     assert [one["way"] for one in dry.document["shard_ways"]] == ["none", "optimizer", "weights"]

@@ -223,7 +223,8 @@ class SiteRounds:
     weights, and `state_share` bytes of what optimizers remember for each byte of gradients: of one fragment
     after another, each of `fragments` once in `every` batches, while a replica trains `lag` batches more. If
     `in_parts`, each replica of a site sends its own part. On the host a rank keeps `kept_share` bytes for
-    each byte of the gradients or weights that it sends.
+    each byte of the gradients or weights that it sends. Groups connect all replicas within `connect_every`
+    batches of each; 0 if the averages are DiLoCo's.
     """
 
     averages: bool = False
@@ -234,6 +235,14 @@ class SiteRounds:
     in_parts: bool = False
     kept_share: float = 2.0
     """By default the sum that is made and the one before, which others may lack."""
+    connect_every: int = 0
+
+    @property
+    def agreement(self) -> tuple[str, int]:
+        """The mode in the words of a run file, and in how many batches all replicas agree."""
+        if not self.averages:
+            return "quorum", 1
+        return ("groups", self.connect_every) if self.connect_every else ("diloco", self.every)
 
 
 def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:

@@ -7,13 +7,14 @@ one are those of the study (`agreement_penalties`).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 
 from bireme.cluster.cluster import Cluster, Lane
 from bireme.plan.forecast import Candidate, Forecast
-from bireme.plan.penalties import STUDIED, AgreementSteps
+from bireme.plan.penalties import AgreementSteps, agreement_steps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import forecast_of
@@ -67,7 +68,14 @@ def agreements(
     if plan.source.rule is Rule.SYNCHRONOUS:
         busy_s = max(stage.busy_s for stage in known.stages)
         own_s = max(own_s - gradients.seconds(plan.width), busy_s)
-    found = _forecasts(plan.width, known, own_s, profile.spread / _QUARTERS, gradients, averages)
+    steps_of = partial(
+        agreement_steps,
+        optimizer=profile.optimizer,
+        num_replicas=plan.width,
+        rule=plan.source.rule,
+        has_warmup=known.delay_warmup > 0,
+    )
+    found = _forecasts(plan.width, known, own_s, profile.spread / _QUARTERS, gradients, averages, steps_of)
     return tuple(found)
 
 
@@ -79,33 +87,40 @@ def _may_average(plan: Plan, request: PlanRequest) -> bool:
 
 
 def _forecasts(
-    width: int, known: Forecast, own_s: float, deviation: float, gradients: Exchange, averages: Exchange
+    width: int,
+    known: Forecast,
+    own_s: float,
+    deviation: float,
+    gradients: Exchange,
+    averages: Exchange,
+    steps_of: Callable[[str, int], AgreementSteps],
 ) -> Iterator[AgreementForecast]:
     """Of all modes. It is known that all replicas exchange `gradients` in every batch; `averages` are larger
     where they are of the optimizer's state too.
     """
     all_rate = _rate(Everyone(), width, own_s, deviation, gradients)
-    modes: Sequence[tuple[AgreementSteps, Agreement]] = [
-        (AgreementSteps("allreduce", 1, 1.0), Everyone()),
-        *((one, _agreement(one, own_s)) for one in STUDIED),
-    ]
-    for steps, agreement in modes:
-        exchange = gradients if steps.mode == "allreduce" else averages
-        rate = _rate(agreement, width, own_s, deviation, exchange)
+    yield AgreementForecast("allreduce", 1, known.samples_per_s, 1.0, is_at_least=False, gain=1.0)
+    for mode, every in _SHOWN:
+        steps = steps_of(mode, every)
+        gain = _rate(_agreement(mode, every, own_s), width, own_s, deviation, averages) / all_rate
         yield AgreementForecast(
-            mode=steps.mode,
-            every=steps.every,
-            samples_per_s=rate / all_rate * known.samples_per_s,
+            mode=mode,
+            every=every,
+            samples_per_s=gain * known.samples_per_s,
             steps=steps.steps,
             is_at_least=steps.is_at_least,
-            gain=rate / all_rate / steps.steps,
+            gain=gain / steps.steps,
         )
 
 
-def _agreement(steps: AgreementSteps, own_s: float) -> Agreement:
-    if steps.mode == "groups":
-        return GroupsAgreement(GroupSettings(steps.every), 1)
-    return DilocoRounds(steps.every, own_s / 2)
+_SHOWN = (("groups", 1), ("groups", 10), ("diloco", 50))
+"""The modes and numbers of batches that are compared."""
+
+
+def _agreement(mode: str, every: int, own_s: float) -> Agreement:
+    if mode == "groups":
+        return GroupsAgreement(GroupSettings(every), 1)
+    return DilocoRounds(every, own_s / 2)
 
 
 def _exchange(best: Candidate, profile: Profile, cluster: Cluster) -> Exchange:

@@ -85,7 +85,8 @@ class Forecast:
     `penalty` is how many steps the update rule takes for one of a synchronous run, so that plans compare by
     `cost_s_per_sample`; with `delay_warmup`, the share of a run that goes under 1f1b before updates are
     delayed, it counts the bubble of these batches too. `codec_penalty` is the part of it that codecs on
-    boundaries cost, `sum_penalty` that of a codec of sums over replicas. `busy_share` is the mean over the
+    boundaries cost, `sum_penalty` that of a codec of sums over replicas, `agreement_penalty` that of replicas
+    that average weights. `busy_share` is the mean over the
     devices in use. `bottleneck` names the device or link that sets the pace. `watts` is what the devices in
     use draw together, None where it is not known. `tiers` are those of the ranks that page, or share weights
     with replicas.
@@ -101,6 +102,7 @@ class Forecast:
     watts: Positive | None = None
     codec_penalty: Positive = 1.0
     sum_penalty: Positive = 1.0
+    agreement_penalty: Positive = 1.0
     tiers: tuple[TierForecast, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -156,6 +158,21 @@ class MemoryWay:
 
 
 @dataclass(frozen=True, slots=True)
+class ConsideredWay:
+    """Codecs and an agreement that the planner could choose, and the best plan with them; None for the reason
+    in `refusal`. `codecs` names the codecs of boundaries. In a batch, `link_bytes` cross the slowest link.
+    """
+
+    codecs: str
+    sum_codec: str
+    mode: str
+    candidate: "Candidate | None" = None
+    refusal: str = ""
+    link: str = ""
+    link_bytes: NumBytes = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a search found: plans that fit, the best first, with the best of every kind of schedule among
     them.
@@ -168,6 +185,8 @@ class Answer:
     """Where paging was allowed and not all fits: what each way to save memory would take."""
     shard_ways: tuple[MemoryWay, ...] = ()
     """If the planner chose what replicas share: the best plan for each choice."""
+    ways: tuple[ConsideredWay, ...] = ()
+    """If the planner chose codecs or how replicas agree: the best plan of each way, the chosen one first."""
     is_exhaustive: bool = False
     """Whether all plans were considered, of equal widths unless others were asked for."""
 

@@ -10,6 +10,7 @@ al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 5).
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log
 
 from bireme.codec.description import BoundaryCodecs, CodecChoice
 from bireme.codec.sum_description import SumCodec, SumKind, parse_sum_codec
@@ -115,29 +116,70 @@ def _excess(choice: CodecChoice) -> Excess:
 
 # What averaging weights costs in steps: how many it takes for one where all replicas sum gradients.
 #
-# Measured by the study (`python benchmarks/convergence.py replicas`, docs/agreement.md) with a small GPT and
-# AdamW in runs of 300 steps, four replicas with a quarter of each batch, no delay; a test holds these numbers
-# to it. Short runs from random weights are the worst case for outer steps, which are made for long ones.
+# Measured by the study (`python benchmarks/convergence.py replicas`, docs/agreement.md) with a small GPT in
+# runs of 300 steps; a test holds these numbers to it. Short runs from random weights are the worst case for
+# outer steps, which are made for long ones.
+
+STUDIED_CELLS = (("adamw", 4), ("adamw", 8), ("muon", 4), ("muon", 8))
+"""The optimizers, and the numbers of replicas, of each agreement's figures."""
+
+LOST = 5.0
+"""At least so many, where the loss was above that of the shortest run that it was compared with."""
+
+STUDIED: Mapping[tuple[str, int], tuple[tuple[float, float], ...]] = {
+    ("groups", 1): ((1.17, 1.20), (1.23, 1.27), (0.95, 1.08), (1.02, 1.21)),
+    ("groups", 2): ((1.17, 1.22), (1.15, 1.23), (0.98, 1.10), (1.03, 1.19)),
+    ("groups", 5): ((1.07, 1.10), (1.33, 1.39), (1.14, 1.21), (1.15, 1.32)),
+    ("groups", 10): ((1.15, 1.32), (1.38, 1.40), (1.29, 1.39), (1.32, 1.43)),
+    ("diloco", 10): ((2.47, 2.61), (2.68, 2.84), (2.29, 2.32), (2.85, 2.92)),
+    ("diloco", 50): ((1.97, 2.03), (2.58, 2.62), (2.40, 2.43), (4.28, 4.35)),
+    ("diloco", 200): ((1.84, 1.85), (2.54, 2.58), (3.68, 3.77), (LOST, LOST)),
+}
+"""By the mode, and the batches within which all are connected, or after which they step outside: the steps
+under schedules that drain, and under 2bw-fresh after its delay warm-up, of each of `STUDIED_CELLS`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AgreementSteps:
-    """Steps for one with an agreement: every so many batches all are connected, or step outside.
-
-    `is_at_least` where the loss was above that of the shortest run that it was compared with.
+    """Steps for one with an agreement. `is_studied` if the study has the figure, of as many or more replicas;
+    `is_at_least` if it has only a lower bound.
     """
 
-    mode: str
-    every: int
     steps: float
-    is_at_least: bool = False
+    is_studied: bool
+    is_at_least: bool
 
 
-STUDIED = (
-    AgreementSteps("groups", 1, 1.17),
-    AgreementSteps("groups", 10, 1.15),
-    AgreementSteps("diloco", 50, 1.97),
-)
+@lru_cache(maxsize=1024)
+def agreement_steps(
+    mode: str, every: int, optimizer: str, num_replicas: int, rule: Rule, *, has_warmup: bool
+) -> AgreementSteps:
+    """The steps of replicas that average weights, as a factor of what the update rule takes. A number of
+    replicas counts as the next larger one of the study.
+
+    What was not studied counts as what is nearest: another number of batches as the nearest one, an optimizer
+    as AdamW, and delayed updates as none.
+    """
+    nearest = min((known for name, known in STUDIED if name == mode), key=lambda one: abs(log(one / every)))
+    known = optimizer if any(optimizer == one for one, _ in STUDIED_CELLS) else "adamw"
+    cells = [
+        (replicas, pair)
+        for (name, replicas), pair in zip(STUDIED_CELLS, STUDIED[mode, nearest], strict=True)
+        if name == known
+    ]
+    replicas, (synchronous, fresh) = next((one for one in cells if one[0] >= num_replicas), cells[-1])
+    is_fresh = rule is Rule.FRESH and has_warmup
+    alone = MEASURED[Rule.FRESH, True][known].at(unseen_share(*_STUDIED_SHAPES[replicas])) if is_fresh else 1
+    is_studied = nearest == every and known == optimizer and (is_fresh or rule is Rule.SYNCHRONOUS)
+    is_at_least = num_replicas > replicas or synchronous == LOST
+    return AgreementSteps(
+        max((fresh if is_fresh else synchronous) / alone, 1.0), is_studied and not is_at_least, is_at_least
+    )
+
+
+_STUDIED_SHAPES = {4: (4, 4), 8: (2, 2)}
+"""Stages and micro-batches of the study's replicas, by their number."""
 
 
 # What codecs in sums over replicas cost in steps: how many a run takes for one with gradients as they are.
@@ -180,6 +222,10 @@ STUDIED_SUMS: Mapping[str, Mapping[str, SumSteps]] = {
     },
 }
 """By the optimizer and the codec: the mean of two and of four replicas."""
+
+
+SUMS_TO_TRY = ("int4", "int8", "int2", "lowrank:4")
+"""What the planner tries: of equal bytes those with the fewest steps."""
 
 
 @lru_cache(maxsize=256)

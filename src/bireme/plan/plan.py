@@ -185,7 +185,8 @@ class Plan:
     share an optimizer. Where they share the weights too, `whole_weights` says how many stages of a rank, or
     versions of one, have theirs whole at a time; 0 where every replica has its own. Replicas are assigned to
     `sites` in their order, equally many to each, and share within a site. `shard` is what they share, if the
-    planner chose it (`memory.shard = "auto"`); empty otherwise.
+    planner chose it (`memory.shard = "auto"`), `sync_mode` how they agree, and `sum_codec` the codec of what
+    they send each other; empty otherwise.
 
     `stage_widths` are the replicas of each stage, if stages are of unequal width: then `width` is 1, each
     rank has one stage, and `devices[stage]` names the devices of the stage's replicas. `stage_shares` are,
@@ -212,6 +213,8 @@ class Plan:
     whole_weights: Place = 0
     sites: Count = 1
     shard: str = ""
+    sync_mode: str = ""
+    sum_codec: str = ""
     stage_widths: tuple[Count, ...] = ()
     stage_shares: tuple[tuple[Count, ...], ...] = ()
 

@@ -267,7 +267,18 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
     plain = {"format": _PLAN_FORMAT, **asdict(saved)}
     plan, paging = plain["plan"], plain["plan"]["paging"]
     parts = [
-        (plan, ("paging", "updates_halfway", "whole_weights", "shard", "stage_widths")),
+        (
+            plan,
+            (
+                "paging",
+                "updates_halfway",
+                "whole_weights",
+                "shard",
+                "sync_mode",
+                "sum_codec",
+                "stage_widths",
+            ),
+        ),
         ((paging or {}).get("sizes", {}), ("frozen", "tied_gradient", "waiting", "halves")),
         (paging or {}, ("host_updates", "updates_apart")),
         (plain["forecast"] or {}, ("tiers",)),

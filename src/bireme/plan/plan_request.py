@@ -15,6 +15,7 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import (
     DEFAULT_DELAY_WARMUP,
     WORDS_TO_TRY,
+    agreement_steps,
     codec_steps,
     steps_for_one,
     sum_steps,
@@ -148,6 +149,22 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SyncChoice:
+    """A way for replicas to come to equal weights: what a codec makes of their sums, and the rounds that they
+    have. `unstudied` says why the study has no figure of it, as far as the run file alone tells.
+    """
+
+    sums: SumCost = DENSE_SUMS
+    rounds: SiteRounds | None = None
+    unstudied: str = ""
+
+    @property
+    def mode(self) -> str:
+        """The mode in the words of a run file."""
+        return "allreduce" if self.rounds is None else self.rounds.agreement[0]
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRequest:
     """`batch_size` is the number of samples per step; `largest_batch` allows up to that many.
 
@@ -172,7 +189,8 @@ class PlanRequest:
     hosts for each byte of a stage's gradients. `masters` says whether the optimizer has a float32 copy of the
     weights that it steps; left out, it has one of values of 2 bytes. `overlaps` says of schedules how far
     messages overlap with work in the framework that will run the plan; fully where it says nothing.
-    `stage_widths` are the replicas of each stage, "equal" for the same number for all stages, or "any".
+    `stage_widths` are the replicas of each stage, "equal" for the same number for all stages, or "any". If
+    the planner chooses how replicas agree, `sync_choices` are the ways, the usual one first.
     """
 
     batch_size: int
@@ -207,6 +225,7 @@ class PlanRequest:
     masters: bool | None = None
     overlaps: Mapping[str, Overlap] = field(default_factory=dict)
     stage_widths: str | tuple[int, ...] = ANY
+    sync_choices: tuple[SyncChoice, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_widths()
@@ -311,6 +330,16 @@ class PlanRequest:
         if rounds is not None and shard != "none":
             rounds = replace(rounds, in_parts=True)
         return replace(self, shard=shard, rounds=rounds)
+
+    def agreeing(self, choice: SyncChoice) -> "PlanRequest":
+        """The same with replicas that agree in this way."""
+        return replace(self, sums=choice.sums, rounds=choice.rounds, sync_choices=())
+
+    def chosen(self, mode: str, sum_codec: str) -> "PlanRequest":
+        """The same with that choice, if it is one of those that the planner has."""
+        known = {(one.mode, str(one.sums.codec)): one for one in self.sync_choices}
+        choice = known.get((mode, sum_codec))
+        return self if choice is None else self.agreeing(choice)
 
     def num_sites(self, width: int) -> int:
         """How many sites so many replicas are in: each replica is one, where these average weights and no
@@ -423,6 +452,16 @@ class PlanRequest:
         if width == 1 or self.goal is Goal.THROUGHPUT:
             return 1.0
         return sum_steps(self.sums.codec, optimizer).steps
+
+    def agreement_penalty(self, width: int, optimizer: str, rule: Rule) -> float:
+        """Batches of so many replicas that equal one whose gradients all sum; 1 if the goal is throughput."""
+        num_sites = self.num_sites(width)
+        if self.rounds is None or not self.rounds.averages or num_sites == 1 or self.goal is Goal.THROUGHPUT:
+            return 1.0
+        has_warmup = self.delay_warmup_share > 0
+        return agreement_steps(
+            *self.rounds.agreement, optimizer, num_sites, rule, has_warmup=has_warmup
+        ).steps
 
     def penalty(
         self,

@@ -43,19 +43,18 @@ def with_codec_rates(
     value_bytes: int,
     device: torch.device,
     *,
-    sums: SumCodec = DENSE,
+    sums: Iterable[SumCodec] = (),
     use_cache: bool = True,
 ) -> Profile:
     """A profile that was measured on a device of this machine, with the seconds of these codecs of
-    boundaries, and of that of sums over replicas.
+    boundaries, and of those of sums over replicas.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(profile.num_threads or before)  # it has none on accelerators
     try:
         dtype = _TYPES[value_bytes]
         rates = [_rate(word, dtype, device, use_cache=use_cache) for word in words]
-        if sums != DENSE:
-            rates.append(_sum_rate(sums, device, use_cache=use_cache))
+        rates += [_sum_rate(one, device, use_cache=use_cache) for one in sums if one != DENSE]
         return replace(profile, codecs=tuple(rates))
     finally:
         torch.set_num_threads(before)

@@ -13,6 +13,7 @@ from bireme.plan.explain import Help
 from bireme.plan.forecast import (
     Answer,
     Candidate,
+    ConsideredWay,
     Forecast,
     MemoryWay,
     PlanSummary,
@@ -43,6 +44,7 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
         "origin": asdict(answer.origin),
         **_memory(best.plan, best.forecast, answer.memory_ways),
         **({"shard_ways": _ways(answer.shard_ways)} if answer.shard_ways else {}),
+        **({"ways": [_way(way) for way in answer.ways]} if answer.ways else {}),
     }
 
 
@@ -89,6 +91,7 @@ def _settings(plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
         "codecs": _codecs(plan),
         "codec_penalty": None if forecast is None else forecast.codec_penalty,
         "sum_penalty": None if forecast is None else forecast.sum_penalty,
+        "agreement_penalty": None if forecast is None else forecast.agreement_penalty,
     }
 
 
@@ -137,6 +140,21 @@ def _ways(ways: Sequence[MemoryWay]) -> list[dict[str, Any]]:
         }
         for way in ways
     ]
+
+
+def _way(way: ConsideredWay) -> dict[str, Any]:
+    """A way that the planner considered. `time_to_loss_s` is for a synchronous batch."""
+    found = None if way.candidate is None else summarize(way.candidate)
+    return {
+        "codecs": way.codecs,
+        "sum_codec": way.sum_codec,
+        "sync_mode": way.mode,
+        "refusal": way.refusal or None,
+        "time_to_loss_s": None if found is None else found.penalty * found.batch_s,
+        "link": way.link or None,
+        "link_bytes": None if found is None else way.link_bytes,
+        "plan": None if found is None else _candidate(found),
+    }
 
 
 def _codecs(plan: Plan) -> list[dict[str, Any]]:
@@ -218,6 +236,43 @@ def shard_note(answer: Answer) -> list[str]:
     chosen = best.plan.shard
     promise = f"{_SHARED[chosen]} {_figures(best)}"
     return [f'memory.shard = "auto" chose "{chosen}": {promise}. By comparison, {others}.']
+
+
+def ways_note(answer: Answer) -> list[str]:
+    """Sentences on the codecs and the agreement that the planner chose, on the next best ones, and on what it
+    did not propose; none if it did not choose.
+    """
+    known = [way for way in answer.ways if way.candidate is not None]
+    if not known:
+        return []
+    best, others = known[0], known[1:]
+    found = [
+        f"The planner chose {way_words(best)}: {_to_loss(best)}."
+        + (f" Next best is {way_words(others[0])}: {_to_loss(others[0])}." if others else "")
+    ]
+    refused: dict[str, list[str]] = {}
+    for way in answer.ways:
+        if way.candidate is None:
+            refused.setdefault(way.refusal, []).append(way_words(way))
+    found += [f"Not proposed: {'; '.join(words)}. {why}" for why, words in refused.items()]
+    return found
+
+
+def way_words(way: ConsideredWay) -> str:
+    """Such as `allreduce with int4 in sums`."""
+    sums = "" if way.sum_codec == "none" else f" with {way.sum_codec} in sums"
+    codecs = "" if way.codecs == "none" else f" and {way.codecs} at stage boundaries"
+    return f"{way.mode}{sums}{codecs if sums else codecs.replace(' and', ' with', 1)}"
+
+
+def _to_loss(way: ConsideredWay) -> str:
+    assert way.candidate is not None, "it has a plan"
+    plan, forecast = way.candidate.plan, way.candidate.forecast
+    seconds = seconds_text(forecast.penalty * forecast.batch_s)
+    return (
+        f"{plan.schedule} takes {seconds_text(forecast.batch_s)} a step and {forecast.penalty:.2f} steps for "
+        f"one, so {seconds} to the same loss"
+    )
 
 
 def apart_note(plan: Plan, clip_norm: float) -> list[str]:

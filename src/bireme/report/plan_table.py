@@ -13,6 +13,7 @@ from bireme.plan.agreements import AgreementForecast
 from bireme.plan.forecast import (
     Answer,
     Candidate,
+    ConsideredWay,
     PlanKind,
     PlanSummary,
     StageForecast,
@@ -180,6 +181,10 @@ def print_explanation(answer: Answer, found: Explanation, console: Console) -> N
         )
     _say(console, "\n[bold]The best candidates[/bold]")
     console.print(table)
+    if answer.ways:
+        _say(console, "\n[bold]Codecs and agreements that were considered[/bold]")
+        console.print(_considered_table(answer.ways))
+        _say(console, _CONSIDERED, style="dim")
     if found.agreements:
         _print_agreements(found.agreements, console)
     _say(console, "\n[bold]What would help[/bold]")
@@ -201,6 +206,34 @@ def print_explanation(answer: Answer, found: Explanation, console: Console) -> N
     others = [escape(one.words) for one in found.helps if one.gain < _HELPS]
     if others:
         _say(console, f"No help: {'; '.join(others)}.", style="dim")
+
+
+def _considered_table(ways: Sequence[ConsideredWay]) -> Table:
+    """What each way takes to the same loss, the best first; those that were not proposed come last."""
+    headings = ("agreement", "sums", "boundaries", "schedule", "a step", "steps", "to a loss", "on a link")
+    words = ("agreement", "sums", "boundaries", "schedule")
+    table = columns(headings, words=words, wrapped=("boundaries",))
+    for way in ways:
+        named = escape(way.mode), escape(way.sum_codec), escape(way.codecs)
+        if way.candidate is None:
+            table.add_row(*named, "none", style="dim")
+            continue
+        short = summarize(way.candidate)
+        table.add_row(
+            *named,
+            short.schedule,
+            seconds_text(short.batch_s),
+            f"{short.penalty:.2f}",
+            seconds_text(short.penalty * short.batch_s),
+            bytes_text(way.link_bytes),
+        )
+    return table
+
+
+_CONSIDERED = (
+    "to a loss: a step times the steps for one synchronous step (docs/convergence.md); on a link: what a "
+    "step sends over the link that needs longest"
+)
 
 
 def _print_agreements(agreed: Sequence[AgreementForecast], console: Console) -> None:

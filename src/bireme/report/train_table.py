@@ -16,7 +16,7 @@ from bireme.plan.forecast import Answer, best_of_kinds, summarize
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
-from bireme.report.plan_document import shard_note
+from bireme.report.plan_document import shard_note, ways_note
 from bireme.schedule.program import Rule
 from bireme.sync.coordinator.state import Recovery
 
@@ -118,7 +118,7 @@ def print_prepared(
                 f"{short.cost_s_per_sample / best.cost_s_per_sample:.2f} ×",
             )
         say(kinds)
-        for note in shard_note(answer):
+        for note in (*shard_note(answer), *ways_note(answer)[:1]):
             say(note, highlight=False)
     _tell(console, f"Run: {folder}\n")
 

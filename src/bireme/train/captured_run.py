@@ -12,10 +12,11 @@ import torch
 
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.machine import num_cores
-from bireme.codec.sum_description import DENSE
+from bireme.codec.sum_description import DENSE, parse_sum_codec
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
+from bireme.plan.penalties import SUMS_TO_TRY
 from bireme.plan.plan_file import check_profile_fits
 from bireme.profile.codec_timing import with_codec_rates
 from bireme.profile.control import torch_device
@@ -38,6 +39,7 @@ from bireme.train.plan_search import (
 )
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.planning import AUTO
 
 # The sizes of micro-batches that are measured for a run, which are those that its plan may have.
 
@@ -169,8 +171,9 @@ class CapturedRun:
         finally:
             torch.set_num_threads(before)
         request = plan_request_of(run, sums_of(run, self.graph), self.graph)
-        sums = DENSE if request.width == 1 else request.sums.codec
-        if not request.codec_words and sums == DENSE:
+        tried = [*map(parse_sum_codec, SUMS_TO_TRY)] if run.sync.codec == AUTO else [request.sums.codec]
+        sums = [] if request.width == 1 else [one for one in tried if one != DENSE]
+        if not request.codec_words and not sums:
             return found
         return with_codec_rates(
             found,

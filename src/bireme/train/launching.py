@@ -348,6 +348,7 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
         "devices": [name for row in plan.devices for name in row],
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
         "learns": learns(prepared.run, prepared.data, prepared.graph),
+        **({"sync_mode": plan.sync_mode, "sum_codec": plan.sum_codec} if plan.sync_mode else {}),
     }
 
 

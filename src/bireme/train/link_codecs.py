@@ -11,6 +11,7 @@ from bireme.codec.description import AS_IT_IS, NONE, BoundaryCodecs, CodecPhase,
 from bireme.codec.sum_description import (
     DENSE,
     SiteRounds,
+    SumCodec,
     SumCost,
     SumKind,
     parse_sum_codec,
@@ -58,8 +59,13 @@ def gradient_document(run: RunFile, graph: Graph) -> dict[str, Any]:
 
 def sums_of(run: RunFile, graph: Graph) -> SumCost:
     """What the run's codec makes of the sums of a model's gradients. An average of weights is as large."""
-    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    codec, form = _sum_codec(run), run.training.gradient_form
     return sum_cost(codec, graph.gradient_shapes) if form is None else sum_cost_of(graph, codec, form)
+
+
+def _sum_codec(run: RunFile) -> SumCodec:
+    """The codec that a run names; none where the planner chooses."""
+    return DENSE if run.sync.codec == AUTO else parse_sum_codec(run.sync.codec)
 
 
 def rounds_of(run: RunFile, graph: Graph | None) -> SiteRounds | None:
@@ -75,11 +81,17 @@ def rounds_of(run: RunFile, graph: Graph | None) -> SiteRounds | None:
     if sync.average_optimizer and graph is not None:
         state_share = moments_share(graph.parameters, run.training.optimizer)
     in_parts = not sync.average_optimizer or run.memory.shard not in ("none", AUTO)
-    is_coded = parse_sum_codec(sync.codec) != DENSE
+    is_coded = _sum_codec(run) != DENSE
     if sync.mode == "groups":
         # The means of groups and of windows; with a codec also the drift, and the weights that it is from.
         kept_share = 2 * state_share + (4.0 if is_coded else 2.0)
-        return SiteRounds(averages=True, state_share=state_share, in_parts=in_parts, kept_share=kept_share)
+        return SiteRounds(
+            averages=True,
+            state_share=state_share,
+            in_parts=in_parts,
+            kept_share=kept_share,
+            connect_every=sync.connect_every,
+        )
     return SiteRounds(
         averages=True,
         every=sync.diloco_every,
@@ -94,7 +106,7 @@ def rounds_of(run: RunFile, graph: Graph | None) -> SiteRounds | None:
 
 def sums_of_profile(run: RunFile, profile: Profile) -> SumCost:
     """The same if only a profile of the model is there: the gradients of a unit count as one vector."""
-    codec, form = parse_sum_codec(run.sync.codec), run.training.gradient_form
+    codec, form = _sum_codec(run), run.training.gradient_form
     asked = {
         "training.gradient": (form is not None, "linear maps"),
         "sync.codec": (codec.kind is SumKind.LOWRANK, "matrices"),

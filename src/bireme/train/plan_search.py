@@ -23,7 +23,6 @@ from bireme.plan.penalties import delay_warmup_of
 from bireme.plan.plan import Plan, check_servers
 from bireme.plan.plan_file import SavedPlan, check_kind_fits, check_plan_of, load_plan, profile_hash
 from bireme.plan.plan_request import (
-    AUTO,
     Goal,
     PlanRequest,
     TierLimits,
@@ -41,11 +40,13 @@ from bireme.report.plan_document import (
     shard_note,
     shared_hosts_note,
     sync_document,
+    ways_note,
 )
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.manifest import Manifest
+from bireme.train.choices import sync_choices, with_choices
 from bireme.train.fused_loss import fused_loss_note
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -103,13 +104,6 @@ def _changed(run: RunFile, training: dict[str, object]) -> RunFile:
             "training": run.training.model_copy(update=training),
         }
     )
-
-
-def with_shard(run: RunFile, shard: str) -> RunFile:
-    """The run with what its replicas share, if it left that to the planner; it keeps the choice."""
-    if run.memory.shard != AUTO:
-        return run
-    return run.model_copy(update={"memory": run.memory.model_copy(update={"shard": shard})})
 
 
 # How long a run will take, roughly and before anything is measured.
@@ -282,7 +276,7 @@ def full_request_of(
         together=ranges_of(asked.together or (), names, "plan.together", whole_layers=asked.whole_layers),
     )
     is_free = asked.depth is None and asked.width is None and asked.stage_widths == ANY
-    if is_free and run.cluster.source is None and not run.sync.is_coordinated:
+    if is_free and run.cluster.source is None and run.sync.mode == "allreduce":
         # On this machine alone a run shows the pipeline; who wants replicas says so.
         num_devices = len(request.devices) or cluster.num_devices
         request = replace(request, depth=min(num_devices, len(names)))
@@ -370,7 +364,8 @@ class ProfiledRun:
         answer = planned(found, self.cluster, request, progress, is_brief=is_brief)
         planning_s = perf_counter() - begin_s
         check_boundaries(run, answer.best.plan)
-        run = with_shard(run, answer.best.plan.known_shard)
+        run = with_choices(run, answer.best.plan)
+        request = request.chosen(answer.best.plan.sync_mode, answer.best.plan.sum_codec)
         if request.shard != run.memory.shard:
             request = request.sharing(run.memory.shard)
         return PlannedRun(run, self.cluster, graph, found, request, answer, planning_s)
@@ -378,7 +373,7 @@ class ProfiledRun:
     def given(self, file: Path, overlaps: Mapping[str, Overlap] | None = None) -> "PlannedRun":
         """The run with the plan in a file and the forecast of it, whether it fits or not."""
         saved = load_plan(file)
-        run = with_shard(self.run, saved.plan.known_shard)
+        run = with_choices(self.run, saved.plan)
         found, request = replace(self, run=run)._request(overlaps)
         begin_s = perf_counter()
         try:
@@ -403,7 +398,8 @@ class ProfiledRun:
             found = with_kept_gradients(run, graph, found)
         sums = sums_of_profile(run, found) if graph is None else sums_of(run, graph)
         request = full_request_of(run, sums, graph, [unit.name for unit in found.units], self.cluster)
-        return found, replace(request, overlaps=overlaps or {})
+        choices = sync_choices(run, graph, found)
+        return found, replace(request, overlaps=overlaps or {}, sync_choices=choices)
 
 
 def _with_kinds(profile: Profile, run: RunFile) -> Profile:
@@ -532,6 +528,7 @@ class PlannedRun:
         found = _misfits(self.answer.best)
         found += plan_notes(self.profile, self.cluster, self.request, self.answer.candidates)
         found += shard_note(self.answer)
+        found += ways_note(self.answer)
         found += apart_note(plan, self.run.training.clip_norm)
         found += fused_loss_note(self.run, self.graph)
         if sync.is_coordinated:

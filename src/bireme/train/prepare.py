@@ -38,6 +38,7 @@ from bireme.train.base_weights import has_base, keep_base
 from bireme.train.captured_run import CapturedRun, micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
+from bireme.train.choices import with_agreement, with_choices, with_choices_of
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData, check_sizes
 from bireme.train.folder import RunFolder
@@ -63,7 +64,6 @@ from bireme.train.plan_search import (
     plans_of,
     with_batch,
     with_batch_of,
-    with_shard,
 )
 from bireme.train.private_census import (
     Census,
@@ -233,7 +233,7 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     census = census_of(run, model, graph, data, owners if is_alone else ())
     if given is not None:
         plan = with_own_codecs(_checked(given, f"{run.plan.file}", graph, machines), run)
-        run = with_shard(run, plan.plan.known_shard)
+        run = with_choices(run, plan.plan)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
         identity = data_identity(run, data)
@@ -274,7 +274,9 @@ def prepared_again(
     if chooses_batch(run):  # a launcher that starts a run again gives the file it began with
         run = with_batch_of(run, folder.load_run())
     progress(0.0, "reading the run")
-    chosen = with_shard(run, folder.load_run().memory.shard)
+    begun = folder.load_run()
+    chosen = with_choices_of(run, begun)
+    run = with_agreement(run, begun.sync.mode, begun.sync.codec)  # kept also if the plan is made anew
     if _keeps_plan(chosen, folder):
         found = prepared_before(chosen, folder, progress, is_alone=is_alone, begins=checkpoint is None)
     else:

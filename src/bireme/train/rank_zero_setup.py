@@ -25,6 +25,7 @@ from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.holders import MachinesNote, fetch_manifests
+from bireme.train.choices import check_mode
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
@@ -184,6 +185,7 @@ def set_up_run(
     has ended: only then its state is read.
     """
     started = nodes
+    check_mode(asked)
     if asked.sync.is_coordinated:
         check_launchers(nodes, asked.sync.mode)
         nodes = processes_of(asked, nodes)
@@ -422,7 +424,8 @@ def _written(
             checkpoint, begun, prepared.run, prepared.graph, prepared.data, prepared.identity, tell
         )
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
-    chosen = run.model_copy(update={"training": prepared.run.training, "plan": prepared.run.plan})
+    kept = ("training", "plan", "memory", "sync")
+    chosen = run.model_copy(update={name: getattr(prepared.run, name) for name in kept})
     initial = prepared.initial if checkpoint is None else None
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster), initial=initial)
     write_prepared(prepared, folder, checkpoint)

@@ -112,7 +112,7 @@ class PlanEvaluator:
                 busy_s = work.busy_s(stage, count, draft.rule, speeds[device])
                 device_s[device] = device_s.get(device, 0.0) + busy_s
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
-        slowest_lane, lane_s = self._busiest_lane(draft)
+        slowest_lane, lane_s = self.busiest_lane(draft)
         cores = cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
@@ -179,6 +179,9 @@ class PlanEvaluator:
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.most_replicas, problem.profile.optimizer),
+            agreement_penalty=problem.request.agreement_penalty(
+                outline.most_replicas, problem.profile.optimizer, draft.rule
+            ),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
             tiers=self._tiers(draft, slowest),
             assumptions=assumptions(problem, draft),
@@ -549,7 +552,7 @@ class PlanEvaluator:
         costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def _busiest_lane(self, draft: Draft) -> tuple[str, float]:
+    def busiest_lane(self, draft: Draft) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
         outline = draft.outline
         if outline.stage_widths:

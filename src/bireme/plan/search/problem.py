@@ -309,6 +309,7 @@ class PlanningProblem:
         steps = self.request.penalty(
             rule, optimizer, num_stages, num_microbatches, lookahead=lookahead, width=width
         )
+        steps *= self.request.agreement_penalty(width, optimizer, rule)
         return steps * self.request.sum_penalty(width, optimizer)
 
     def _pins(self) -> Mapping[int, int]:

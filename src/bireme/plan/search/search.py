@@ -19,12 +19,7 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import profile_hash
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
-from bireme.plan.search.evaluated import (
-    EvaluatedDrafts,
-    with_best_codecs,
-    with_best_shard,
-    with_gathering,
-)
+from bireme.plan.search.evaluated import EvaluatedDrafts, with_best_shard, with_gathering
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, HeuristicExplorer, few_enough
 from bireme.plan.search.mapping import why_homeless
@@ -33,6 +28,7 @@ from bireme.plan.search.paged_walk import with_paging, with_room
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.plan.search.unequal_widths import UnequalExplorer
+from bireme.plan.search.ways import with_best_codecs, with_best_sync
 from bireme.plan.widths import EQUAL, widths_text
 from bireme.profile.profile import Profile
 from bireme.schedule.budgets import TierTooSmallError
@@ -60,11 +56,19 @@ def find_plan(
     if request.equal_widths_because:
         request = replace(request, stage_widths=EQUAL)  # also where a part of the search asks for less
 
-    def sharing(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
+    def again(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         def share(done: float) -> None:
             tell((place + done) / count)
 
-        return find_plan(profile, cluster, asked, progress=share, is_brief=is_brief, advises=False)
+        advised = advises and bool(request.sync_choices) and not place
+        return find_plan(profile, cluster, asked, progress=share, is_brief=is_brief, advises=advised)
+
+    def least(asked: PlanRequest) -> float:
+        problem = PlanningProblem(profile, cluster, asked)
+        return _least_cost(problem, problem.devices)
+
+    if request.sync_choices:
+        return with_best_sync(profile, cluster, request, again, least)
 
     def search(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         on_all = asked.devices
@@ -102,7 +106,7 @@ def find_plan(
     try:
         if request.shard == AUTO:
             asked, request = request, request.sharing(request.shards[0])  # whose refusal has the advice
-            found = with_best_shard(asked, len(asked.devices) or cluster.num_devices, sharing)
+            found = with_best_shard(asked, len(asked.devices) or cluster.num_devices, again)
         elif request.codec == AUTO:
             found = with_best_codecs(profile, cluster, request, search)
         else:

@@ -200,17 +200,28 @@ def check_sites(sites: int, width: int) -> None:
         )
 
 
+def of_another_mode(sync: Sync) -> list[str]:
+    """The keys of `[sync]` that are given and have no effect in the run's mode."""
+    return [name for name in given(sync) if sync.mode not in _modes_of(name, sync.mode)]
+
+
+def _modes_of(name: str, mode: str) -> tuple[str, ...]:
+    """The modes in which a key of `[sync]` has an effect. The planner may choose averages for any number of
+    replicas, but not sites.
+    """
+    modes = OF_MODES.get(name, ("diloco",) if name.startswith("diloco_") else (mode,))
+    return (*modes, AUTO) if name != "sites" and {"groups", "diloco"} & {*modes} else modes
+
+
 def _check_modes(sync: Sync) -> None:
     """Keys of one way to agree have no effect in another one."""
-    for name in given(sync):
-        modes = OF_MODES.get(name, ("diloco",) if name.startswith("diloco_") else (sync.mode,))
-        if sync.mode not in modes:
-            others = " or ".join(f'"{mode}"' for mode in modes)
-            raise BiremeError(
-                f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}", which does not use '
-                f"it. Leave it out, or set sync.mode = {others}."
-            )
-    if sync.mode != "diloco":
+    for name in of_another_mode(sync)[:1]:
+        others = " or ".join(f'"{mode}"' for mode in _modes_of(name, sync.mode) if mode != AUTO)
+        raise BiremeError(
+            f'sync.{name} is {getattr(sync, name)}, but sync.mode is "{sync.mode}", which does not use '
+            f"it. Leave it out, or set sync.mode = {others}."
+        )
+    if sync.mode not in ("diloco", AUTO):
         return
     for name, value in (("diloco_fragments", sync.diloco_fragments), ("diloco_overlap", sync.diloco_overlap)):
         if value > sync.diloco_every:

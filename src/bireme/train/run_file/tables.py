@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import called_now
 from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
-from bireme.train.run_file.planning import Balancing, LinksTable, Memory, Planning
+from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
 from bireme.train.run_file.training import Data, Training
 
@@ -33,6 +33,8 @@ def _loss(value: str) -> str:
 
 
 def _sum_codec(value: str) -> str:
+    if value.strip().lower() == AUTO:
+        return AUTO
     return str(parsed(value, parse_sum_codec, "a codec of sums"))
 
 
@@ -170,13 +172,14 @@ class ClusterTable(Table):
 class Sync(Table):
     """`[sync]`."""
 
-    mode: Literal["allreduce", "quorum", "groups", "diloco"] = Field(
+    mode: Literal["auto", "allreduce", "quorum", "groups", "diloco"] = Field(
         default="allreduce",
         description="How replicas come to the same weights: allreduce and quorum sum gradients in every "
         "batch, groups and diloco average weights. With groups each replica trains batches of its own and "
         "averages with those that are ready, with diloco all replicas average what they have learned every "
-        "diloco_every batches. A rank that dies ends the run with allreduce. Otherwise its replica starts "
-        "again, and the others continue",
+        "diloco_every batches. auto chooses allreduce, groups or diloco by the predicted time to the same "
+        "loss. A rank that dies ends the run with allreduce. Otherwise its replica starts again, and the "
+        "others continue",
     )
     lease_s: Annotated[float, Field(ge=0.5, le=3600, allow_inf_nan=False)] = Field(
         default=10.0,
@@ -246,14 +249,20 @@ class Sync(Table):
     @property
     def is_coordinated(self) -> bool:
         """Whether a coordinator says who has a part, so that replicas may die."""
-        return self.mode != "allreduce"
+        return self.mode not in ("allreduce", AUTO)
+
+    @property
+    def is_chosen_by_planner(self) -> bool:
+        """Whether the planner chooses the mode or the codec."""
+        return AUTO in (self.mode, self.codec)
 
     codec: Annotated[str, AfterValidator(_sum_codec)] = Field(
         default="none",
         description="Codec of what replicas send each other: none, int8 (blocks "
         "with a scale), int4 to int1 (rotated), threshold:SHARE:STEPS (the largest entries, by a threshold "
         "found every so many steps) or lowrank:RANK. threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST "
-        "send whole gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank",
+        "send whole gradients in the first FIRST steps; by default 0 with threshold and 10 with lowrank. "
+        "auto lets the planner choose by the predicted time to the same loss",
     )
 
 
