@@ -172,13 +172,14 @@ def said(launchers: Sequence[Launcher]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """Where a run takes place. There are no `hosts` if all of them are on the loopback. `is_paced` if devices
-    take their time.
+    """Where a run takes place. There are no `hosts` if all of them are on the loopback. `speeds` are those of
+    the devices of each host; `is_paced` if devices take their time.
     """
 
     folder: Path
     hosts: tuple[Host, ...]
     port: int
+    speeds: tuple[float, ...]
     is_paced: bool
 
     @property
@@ -192,7 +193,7 @@ class Lab:
         master = self.hosts[0].address if self.hosts else "127.0.0.1"
         return {
             "RANK": str(number),
-            "WORLD_SIZE": str(len(SPEEDS)),
+            "WORLD_SIZE": str(len(self.speeds)),
             "GROUP_RANK": str(number),
             "MASTER_ADDR": master,
             "MASTER_PORT": str(self.port),
@@ -200,7 +201,7 @@ class Lab:
             "BIREME_CACHE": str(
                 self.folder.parent / "cache"
             ),  # profiles of devices that sleep are not for others
-            SPEED: str(SPEEDS[number] * self.is_paced),
+            SPEED: str(self.speeds[number] * self.is_paced),
         } | _variables()
 
 
@@ -329,7 +330,7 @@ def made_lab(
         except NoHosts as reason:
             log(f"The hosts share the loopback: {reason}.")
             hosts = ()
-        yield Lab(folder, hosts, _free_port(), is_paced)
+        yield Lab(folder, hosts, _free_port(), tuple(speed for _, speed in servers), is_paced)
 
 
 @contextmanager
