@@ -1,9 +1,9 @@
 """Machines that come and go by a trace, on a clock: the real coordinator decides, replicas take given times.
 
 Each machine has a replica of one stage. What it does and what it reports are those of `quorum`: it trains the
-samples that it is assigned, sums with the members of a round, takes sums that it missed from a source, and heals
-from a donor when it comes back. What takes time is in `Costs`. The coordinator's state machine is the one of
-`bireme.sync.coordinator`; its processor time, its replies and their bytes are counted.
+samples that it is assigned, sums with the members of a round, takes sums that it missed from a source, and
+heals from a donor when it comes back. What takes time is in `Costs`. The coordinator's state machine is the
+one of `bireme.sync.coordinator`; its processor time, its replies and their bytes are counted.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,9 @@ _SIZED = 101
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of what replicas do: train a sample, make a sum, start their processes, get a donor's state, and
-    apply one sum that they missed. A launcher reports an end that it sees after `told_s`; a message to the
-    coordinator takes `control_s`.
+    """Seconds of what replicas do: train a sample, make a sum, start their processes, get a donor's state,
+    and apply one sum that they missed. A launcher reports an end that it sees after `told_s`; a message to
+    the coordinator takes `control_s`.
     """
 
     sample_s: float = 0.05
@@ -117,7 +117,7 @@ class _World:
 
     def __init__(self, settings: CoordinatorSettings, costs: Costs, names: tuple[str, ...]) -> None:
         self.settings, self.costs, self.names = settings, costs, names
-        self.now_s, self.ran = 0.0, Ran()
+        self.now_s, self.ran, self.index = 0.0, Ran(), _Index()
         self.machines: dict[int, _Machine] = {}
         self.lost_s: dict[int, float] = {}
         """When a replica that was a member was lost, until the coordinator drops it."""
@@ -199,6 +199,34 @@ class _World:
                 self.detect_s[replica] = self.now_s - self.lost_s.pop(replica)
 
 
+class _Index:
+    """What replies list, by replica. All machines get the same lists, so each list is read once."""
+
+    def __init__(self) -> None:
+        self._deals: tuple[object, dict[tuple[int, int], int]] = (None, {})
+        self._lives: tuple[object, dict[int, int]] = (None, {})
+        self._parts: dict[tuple[int, int], frozenset[int]] = {}
+
+    def deals(self, word: CoordinatorReply) -> dict[tuple[int, int], int]:
+        """The samples of each replica in each batch."""
+        if self._deals[0] is not word.deals:
+            self._deals = word.deals, {(one.replica, one.batch): one.num_samples for one in word.deals}
+        return self._deals[1]
+
+    def lives(self, word: CoordinatorReply) -> dict[int, int]:
+        """The incarnation of each member."""
+        if self._lives[0] is not word.members:
+            self._lives = word.members, {one.replica: one.life for one in word.members}
+        return self._lives[1]
+
+    def parts(self, round_: Grant | Commit) -> frozenset[int]:
+        """The replicas in an attempt at a round."""
+        key = round_.round, round_.attempt
+        if key not in self._parts:
+            self._parts[key] = frozenset(one.replica for one in round_.parts)
+        return self._parts[key]
+
+
 class _Machine:
     """A machine with one replica of one stage."""
 
@@ -257,10 +285,11 @@ class _Machine:
     def _follow(self, word: CoordinatorReply) -> None:
         replica, number = self.rank.replica, self._at.committed
         was_member = self.is_member
-        self.is_member = any(one.own_life == self.rank.own_life for one in word.members)
+        self.is_member = self._world.index.lives(word).get(replica) == self.rank.life
         heal = next((one for one in word.heals if one.replica == replica), None)
         if heal is not None and self._healed != heal.batch and word.committed[0] >= heal.batch:
-            self._later(("heal", heal.donor, heal.batch), self._costs.transfer_s, partial(self._heal, heal.batch))
+            key = ("heal", heal.donor, heal.batch)
+            self._later(key, self._costs.transfer_s, partial(self._heal, heal.batch))
         if self.is_member and not was_member and self._is_empty:
             self._note_recovery()
         for commit in word.commits:
@@ -268,10 +297,10 @@ class _Machine:
         if self.is_member or (heal is not None and heal.first is not None):
             self._wants = max(self._wants, self._at.committed + 2)
         number = self._at.committed
-        for deal in word.deals if self._at.ready != number else ():
-            if (deal.replica, deal.batch) == (replica, number):
-                busy_s = deal.num_samples * self._costs.sample_s
-                self._later(("train", number), busy_s, partial(self._trained, number, busy_s))
+        samples = self._world.index.deals(word).get((replica, number), 0)
+        if samples and self._at.ready != number:
+            busy_s = samples * self._costs.sample_s
+            self._later(("train", number), busy_s, partial(self._trained, number, busy_s))
         for grant in word.grants:
             if grant.round == number == self._at.ready and self._is_in(grant):
                 key = ("sum", grant.round, grant.attempt)
@@ -299,7 +328,7 @@ class _Machine:
         self._world.at(self._world.now_s + delay_s, do)
 
     def _is_in(self, round_: Grant | Commit) -> bool:
-        return any(one.replica == self.rank.replica for one in round_.parts)
+        return self.rank.replica in self._world.index.parts(round_)
 
     def _trained(self, batch: int, busy_s: float) -> None:
         if self._at.committed == batch:
@@ -308,7 +337,7 @@ class _Machine:
     def _sum(self, grant: Grant) -> None:
         if self._at.committed != grant.round or self._at.attempt > grant.attempt:
             return
-        lost = tuple(one.replica for one in grant.parts if not self._world.is_there(one.replica))
+        lost = tuple(sorted(self._world.index.parts(grant) - self._world.machines.keys()))
         summed = None if lost else grant.round
         self._at = replace(self._at, summed=summed, attempt=grant.attempt, lost=lost)
 

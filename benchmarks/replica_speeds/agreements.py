@@ -159,7 +159,7 @@ class QuorumRounds(Agreement):
         self.run.count(Trained(batch, parts, sum(one.num_samples for one in grant.parts), now_s))
         for replica in parts:
             self.dealt[batch].pop(replica)
-            self.pool = self.pool.without_deal(replica, batch)
+        self.pool = self.pool.without_deals(parts, batch)
         late = self.dealt.pop(batch)
         for replica, samples in late.items():
             self.redone += samples

@@ -2,6 +2,7 @@
 next batches have. Each function gives the state with what follows from it.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 from bireme.sync.coordinator.messages import (
@@ -112,15 +113,16 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     since_s = now_s - state.settings.lease_s
 
     def stays(one: Member) -> bool:
-        life = one.own_life
-        return membership.is_heard(life, since_s) and not all(r.is_leaving for r in membership.reports(life))
+        return membership.is_heard(one, since_s) and not all(r.is_leaving for r in membership.reports(one))
 
     lost = [one for one in membership.members if not stays(one)]
+    if not lost:
+        return state
     left = [one for one in membership.members if one not in lost]
     leaving = {one for one in lost if any(r.is_leaving for r in membership.reports(one.own_life))}
     for one in leaving:
         membership = membership.with_over(one.own_life)
-    if not lost or not left or not membership.can_be(left):
+    if not left or not membership.can_be(left):
         return replace(state, membership=membership)
     state, gone = state.with_dropped(membership, lost, leaving), {one.replica for one in lost}
     return replace(
@@ -136,13 +138,17 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     membership, settings = state.membership, state.settings
     if not membership.is_installed:
         return state
-    lives = heard_replicas(membership, now_s - settings.lease_s)
+    own = {one.replica: one.life for one in membership.members}
+    others = {rank.own_life for rank in membership.heard if own.get(rank.replica) != rank.life}
     joining = [
         life
-        for life in lives
-        if membership.member(life) is None and not any(one.is_leaving for one in membership.reports(life))
+        for life in sorted(others)
+        if membership.is_heard(life, now_s - settings.lease_s)
+        and not any(one.is_leaving for one in membership.reports(life))
     ]
-    replicas, donors = {one.replica for one in joining}, set(membership.replicas)
+    if not joining and not state.heals:
+        return state
+    replicas, donors = {one.replica for one in joining}, own.keys()
     kept = {
         one.replica: one
         for one in state.heals
@@ -150,13 +156,12 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     }
     before = {one.replica: one for one in state.heals}
     state = state.with_returned(before.keys() - kept.keys())
+    new = [life for life in joining if life.replica not in donors and life.replica not in kept]
     # Who is late itself has the sums too late for anybody to catch up by them.
-    late = {one.replica for one in membership.members if not _has_caught_up(state, one.own_life)}
-    for life in joining:
-        if life.replica in donors or life.replica in kept:
-            continue
+    late = {one.replica for one in membership.members if new and not _has_caught_up(state, one.own_life)}
+    for life in new:
         avoided = before[life.replica].donor if life.replica in before else None
-        num_healed = {one: sum(heal.donor == one for heal in kept.values()) for one in donors}
+        num_healed = Counter(heal.donor for heal in kept.values())
         donor = min(donors, key=lambda one: (one == avoided, one in late, num_healed[one], one))
         batch = max((line.committed for line in state.lines), default=0) + 1
         if not state.is_quorum:  # the donor's own, which it has not begun
@@ -241,7 +246,7 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
     membership, grant = state.membership, line.grant
     if grant is not None:
         there = {one.replica for one in grant.parts}
-        parts = [membership.reports(one.own_life) for one in membership.members if one.replica in there]
+        parts = [membership.reports(one) for one in membership.members if one.replica in there]
         if all(is_summed(grant, one) for one in parts):
             return with_commit(state, grant)
         if not any(is_broken(grant, one) for one in parts):
@@ -253,26 +258,33 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
     ready = {
         one.replica: _num_samples(state, line, one.replica)
         for one in membership.members
-        if membership.confirms(one.own_life)
-        and membership.is_heard(one.own_life, line.broken_s)
-        and is_ready(line, membership.reports(one.own_life))
+        if is_ready(line, membership.reports(one))
+        and membership.confirms(one)
+        and membership.is_heard(one, line.broken_s)
         and (is_of_means or _is_in_window(state, one.own_life))
     }
     if state.settings.mode is SyncMode.DILOCO and not is_of_means and not any(ready.values()):
         # Those who drain have nothing to add, but hold what others do.
         waits = any(at.is_due for one in ready for at in state.places(one, line.number))
         ready = ready if waits else {}
+    quorum = quorum_of(state, line)
     line = next_grant(
         line,
         ready,
         membership.replicas,
-        quorum=len(membership.members) + 1 if is_of_means else len(membership.members) // 2 + 1,
+        quorum=quorum,
         grace_s=state.settings.grace_s,
         now_s=now_s,
-        silent=_silent(state, now_s) if ready else frozenset(),
+        silent=_silent(state, now_s) if len(ready) >= quorum else frozenset(),
         attempts=max(one.attempts for one in state.lines),
     )
     return state.with_line(line)
+
+
+def quorum_of(state: CoordinatorState, line: RoundSequence) -> int:
+    """How many replicas must be ready before a round of a line goes on without the others."""
+    num = len(state.membership.members)
+    return num + 1 if state.is_of_means(line) else num // 2 + 1
 
 
 def _is_in_window(state: CoordinatorState, life: Incarnation) -> bool:
@@ -321,9 +333,7 @@ def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
 def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:
     """The members that may be dead: they have said nothing for longer than they would if they lived."""
     membership, since_s = state.membership, now_s - state.settings.silent_s
-    return frozenset(
-        one.replica for one in membership.members if not membership.is_heard(one.own_life, since_s)
-    )
+    return frozenset(one.replica for one in membership.members if not membership.is_heard(one, since_s))
 
 
 def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
@@ -356,16 +366,16 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
     """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
     # But for quorum a snapshot says which rounds are in it.
     heals = {one.replica: state.is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
-    reports = {one: state.reports(one) for one in (*state.membership.replicas, *heals)}
-
-    def num_rounds(replica: int, line: int) -> int:
-        """How many rounds of a line a replica has; who heals needs none of the first ones."""
-        own = min((one.at(line).committed for one in reports[replica]), default=0)
-        return max(heals.get(replica, 0), own)
-
+    needs = dict.fromkeys(state.membership.replicas, 0) | heals
     return [
-        min((num_rounds(one, line.number) for one in reports), default=line.committed) for line in state.lines
+        min((num_rounds(state, one, line.number, least) for one, least in needs.items()), default=line.committed)
+        for line in state.lines
     ]
+
+
+def num_rounds(state: CoordinatorState, replica: int, line: int, least: int) -> int:
+    """How many rounds of a line a replica has; who heals needs none of the first ones."""
+    return max(least, min((one.at(line).committed for one in state.reports(replica)), default=0))
 
 
 def _sourced(state: CoordinatorState, commit: Commit) -> Commit:

@@ -6,11 +6,17 @@ brings the state to where nothing more follows from what is known. So no order o
 report that comes twice changes nothing.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
+from operator import attrgetter
+from typing import TypeVar
 
 from bireme.sync.coordinator.committing import (
     committed_rounds,
     is_lost,
+    num_rounds,
+    quorum_of,
     with_beginning,
     with_deals,
     with_entries,
@@ -28,7 +34,15 @@ from bireme.sync.coordinator.groups import (
     groups_step,
     next_deadline_s,
 )
-from bireme.sync.coordinator.messages import TERM, CoordinatorReply, GroupReply, RankId, Report, joint
+from bireme.sync.coordinator.messages import (
+    TERM,
+    Commit,
+    CoordinatorReply,
+    GroupReply,
+    RankId,
+    Report,
+    joint,
+)
 from bireme.sync.coordinator.samples import Began, CoordinatorSettings, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
     CoordinatorState,
@@ -37,6 +51,8 @@ from bireme.sync.coordinator.state import (
     Event,
     Membership,
     RoundSequence,
+    is_ready,
+    is_summed,
 )
 from bireme.sync.coordinator.windows import progress_of, with_trained
 
@@ -144,8 +160,8 @@ def _all_wait(state: CoordinatorState) -> bool:
     is_open = state.groups is not None and bool(state.groups.open)
     if is_open or any(line.grant is not None for line in state.lines):
         return False
-    reports = [state.membership.reports(one.own_life) for one in state.membership.members]
-    return bool(reports) and all(own and all(one.waits for one in own) for own in reports)
+    reports = map(state.membership.reports, state.membership.members)
+    return bool(state.membership.members) and all(own and all(one.waits for one in own) for own in reports)
 
 
 _NO_REPLICA = -1
@@ -180,14 +196,118 @@ def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep
     elif isinstance(event, Report):
         last = _last_of(state, event, now_s)
         state = replace(state, membership=state.membership.with_report(event, now_s))
-        if last is not None and replace(event, number=last.number) == last:  # it lives, and no more
-            return CoordinatorStep(state, ((event.rank, word_for(state, event.rank)),))
+        quiet = None if last is None else _without_more(state, event, last, now_s)
+        if quiet is not None:
+            return CoordinatorStep(quiet, tuple(_words(quiet, quiet.word, [event.rank])))
         if last is not None and _is_of_groups(state, event, last):
             state = with_trained(_with_group_of(state, event, now_s))
             return _told(before, with_deals(state, now_s), event, now_s, is_of_groups=True)
         if is_behind(state, event) and state.membership.is_installed:  # it can take no word from here
             state = replace(state, membership=state.membership.without(event.rank.own_life))
-    return _told(before, replace(_settled(state, now_s), settled_s=now_s), event, now_s)
+    state = _settled(state, now_s)
+    state = replace(
+        state, settled_s=now_s, silence_s=_silence_s(state, now_s), has_broken=_has_broken(state)
+    )
+    return _told(before, state, event, now_s)
+
+
+# Most reports change nothing for anybody: a rank lives, or is one of many that are ready, or hold a sum, while
+# others are not or do not. What follows from all reports together takes time in proportion to the members, so
+# here one replica that the others still wait for is enough to know that nothing follows.
+
+
+def _without_more(state: CoordinatorState, report: Report, last: Report, now_s: float) -> CoordinatorState | None:
+    """The state after a report of a rank whose `last` one is known, if nothing more follows from it; None if
+    something may.
+    """
+    if replace(report, number=last.number) == last:  # it lives
+        return state
+    membership = state.membership
+    is_alike = replace(report, number=last.number, wants=last.wants, rounds=last.rounds) == last
+    is_free = state.is_quorum and len(state.lines) == 1 and state.still_s is None and not state.has_broken
+    if not is_alike or not is_free or not membership.is_installed or report.wants > state.dealt:
+        return None
+    if membership.member(report.rank.own_life) is None or any(at.lost for at in report.rounds):
+        return None
+    line = state.lines[0]
+    own = membership.reports(report.rank.own_life)
+    place, summing, lacking = state.awaited
+    if line.grant is not None:
+        grant, parts = line.grant, line.grant.parts
+        at = _search(parts, summing, lambda one: not is_summed(grant, state.reports(one.replica)))
+        if at is None:
+            return None
+        summing = at
+    elif is_ready(line, own) != (report.rank.replica in line.ready):
+        added = _with_ready(state, line, report.rank, now_s)
+        if added is None:
+            return None
+        line, place = added
+    if state.commits:
+        oldest = state.commits[0].round
+        at = _search(membership.members, lacking, lambda one: num_rounds(state, one.replica, 0, 0) <= oldest)
+        if at is None and all(num_rounds(state, one.replica, 0, one.batch) > oldest for one in state.heals):
+            return None
+        lacking = lacking if at is None else at
+    return replace(state.with_line(line), awaited=(place, summing, lacking))
+
+
+def _with_ready(
+    state: CoordinatorState, line: RoundSequence, rank: RankId, now_s: float
+) -> tuple[RoundSequence, int] | None:
+    """The line with one more replica ready, and the place of a member that it waits for; None if it is the
+    first one, if no round can be granted now, or if one may be.
+    """
+    membership, settings = state.membership, state.settings
+    is_due = any(one.first is not None and one.first <= line.committed for one in state.heals)
+    is_there = membership.confirms(rank.own_life) and membership.is_heard(rank.own_life, line.broken_s)
+    if not line.ready or rank.replica in line.ready or is_due or not is_there or settings.grace_s <= 0:
+        return None
+    ready, place = line.ready | {rank.replica}, state.awaited[0]
+    if len(ready) >= quorum_of(state, line):
+        since_s = now_s - settings.silent_s
+        found = _search(
+            membership.members,
+            place,
+            lambda one: one.replica not in ready and membership.is_heard(one, since_s),
+        )
+        if found is None:
+            return None
+        place = found
+    return replace(line, ready=ready, since_s=now_s), place
+
+
+_Item = TypeVar("_Item")
+
+
+def _search(items: Sequence[_Item], first: int, is_it: Callable[[_Item], bool]) -> int | None:
+    """The first place, from `first` on and around the end, of such an item."""
+    num = len(items)
+    return next((at for at in (one % num for one in range(first, first + num)) if is_it(items[at])), None)
+
+
+def _silence_s(state: CoordinatorState, now_s: float) -> float:
+    """The next time at which something could follow from the silence of a rank."""
+    settings, heard = state.settings, state.membership.heard.values()
+    limits = {settings.lease_s}
+    if any(line.grant is None and line.ready for line in state.lines):
+        limits.add(settings.silent_s)
+    times = [each.at_s for each in heard]
+    return min(
+        (one + limit for limit in limits for one in times if one + limit >= now_s),
+        default=now_s + settings.lease_s,
+    )
+
+
+def _has_broken(state: CoordinatorState) -> bool:
+    """Whether a rank cannot reach another one, or a member has no source of a committed sum."""
+    if any(at.lost for each in state.membership.heard.values() for at in each.report.rounds):
+        return True
+    members = set(state.membership.replicas)
+    return any(
+        not members <= {*(part.replica for part in one.parts), *(to.target for to in one.sources)}
+        for one in state.commits
+    )
 
 
 def _told(
@@ -212,8 +332,10 @@ def _told(
         state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
-    kept = None if state.heals else tuple(committed_rounds(state))  # then it is the same for all
-    words = tuple((rank, word_for(state, rank, kept)) for rank in sorted(told))
+    is_same = state.is_quorum and not is_news and before.word is not None
+    word = replace(before.word, kept=_kept(state)) if is_same and before.word is not None else _word(state)
+    state = replace(state, word=word)
+    words = tuple(_words(state, word, sorted(told, key=attrgetter("replica", "life", "stage"))))
     # If this is the only machine, lines must survive it. Where replicas average weights the run then goes on
     # from a checkpoint, which is of a mean over all replicas.
     is_lasting = state.is_quorum or any(isinstance(one, Began) for one in state.ledger)
@@ -258,10 +380,8 @@ def is_behind(state: CoordinatorState, report: Report) -> bool:
 def wake_s(state: CoordinatorState, now_s: float) -> float:
     """The next time at which a `Tick` could change something."""
     settings = state.settings
-    times = [heard.at_s + settings.lease_s for heard in state.membership.heard.values()]
+    times = [state.silence_s if state.silence_s >= now_s else _silence_s(state, now_s)]
     times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
-    if any(line.grant is None and line.ready for line in state.lines):
-        times += [heard.at_s + settings.silent_s for heard in state.membership.heard.values()]
     if state.first_heard_s is not None:
         times.append(state.first_heard_s + settings.lease_s)
     if state.still_s is not None and not state.standstill:
@@ -269,38 +389,66 @@ def wake_s(state: CoordinatorState, now_s: float) -> float:
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
     if deadline_s is not None:
         times.append(max(deadline_s, now_s))
-    return min((one for one in times if one >= now_s), default=now_s + settings.lease_s)
+    return min(one for one in times if one >= now_s)
 
 
-def word_for(state: CoordinatorState, rank: RankId, kept: tuple[int, ...] | None = None) -> CoordinatorReply:
-    """All that holds, for one rank. Whoever knows them gives the rounds whose sums it need not keep."""
+def word_for(state: CoordinatorState, rank: RankId) -> CoordinatorReply:
+    """All that holds, for one rank."""
+    return next(word for _, word in _words(state, _word(state), [rank]))
+
+
+def _words(
+    state: CoordinatorState, word: CoordinatorReply | None, ranks: Iterable[RankId]
+) -> Iterator[tuple[RankId, CoordinatorReply]]:
+    """The word of all with what is of each of these ranks. Ranks with nothing of their own get one object."""
+    word = word or _word(state)
+    membership, donors = state.membership, {one.donor for one in state.heals}
+    made: dict[tuple[int, ...], tuple[Commit, ...]] = {}
+    common: dict[tuple[int, ...], CoordinatorReply] = {}
+    for rank in ranks:
+        heard = membership.heard.get(rank)
+        known = () if heard is None else tuple(at.committed for at in heard.report.rounds)
+        if known not in made:
+            places = dict(enumerate(known))
+            lacks = (one for one in state.commits if one.round >= places.get(one.line, 0))
+            made[known] = tuple(islice(lacks, _MOST_COMMITS)) if membership.is_installed else ()
+            common[known] = replace(word, commits=made[known]) if made[known] != word.commits else word
+        group = state.group_words.get((state.settings.former_of(rank.stage), rank.replica))
+        is_dropped, is_donor = membership.is_over(rank.own_life), rank.replica in donors
+        own = common[known]
+        if group is not None or is_dropped or is_donor:
+            kept = _kept(state, rank.replica) if is_donor else own.kept
+            own = replace(own, group=group, is_dropped=is_dropped, kept=kept)
+        yield rank, own
+
+
+def _kept(state: CoordinatorState, donor: int = _NO_REPLICA) -> tuple[int, ...]:
+    """The rounds whose sums a replica need not keep: those that all members have, and those that heal by it."""
+    return tuple(committed_rounds(state, donor=donor))
+
+
+def _word(state: CoordinatorState) -> CoordinatorReply:
+    """What holds for all ranks, with the first commits."""
     membership = state.membership
-    report = membership.heard[rank].report if rank in membership.heard else None
-    known = [0] * len(state.lines)
-    if report is not None:
-        known[: len(report.rounds)] = [one.committed for one in report.rounds]
-    commits = [one for one in state.commits if one.round >= known[one.line]]
     return CoordinatorReply(
         epoch=membership.epoch,
         number=state.number,
         committed=tuple(line.committed for line in state.lines),
-        kept=tuple(committed_rounds(state, donor=rank.replica)) if kept is None else kept,
+        kept=_kept(state),
         members=membership.members,
         gone=state.gone,
         voters=tuple(tuple(sorted(own)) for own in membership.voters),
         is_installed=membership.is_installed,
         after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
-        commits=tuple(commits[:_MOST_COMMITS]) if membership.is_installed else (),
+        commits=state.commits[:_MOST_COMMITS] if membership.is_installed else (),
         deals=state.pool.listed(),
         ends=state.ends,
         progress=progress_of(state),
         waiting=state.pool.waiting,
         fresh=state.pool.fresh,
         heals=state.heals,
-        group=state.group_words.get((state.settings.former_of(rank.stage), rank.replica)),
         standstill=state.standstill,
-        is_dropped=membership.is_over(rank.own_life),
         is_lost=is_lost(state),
     )
 

@@ -8,6 +8,7 @@ most, and all places below `fresh` are committed, assigned or waiting.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -285,9 +286,12 @@ class Pool:
             deals[replica, batch] = taken
         return replace(pool, deals=deals)
 
-    def without_deal(self, replica: int, batch: int) -> "Pool":
-        """After an assignment has been committed."""
-        return replace(self, deals={key: own for key, own in self.deals.items() if key != (replica, batch)})
+    def without_deals(self, replicas: Iterable[int], batch: int) -> "Pool":
+        """After the assignments of these replicas in a batch have been committed."""
+        deals = dict(self.deals)
+        for replica in replicas:
+            deals.pop((replica, batch), None)
+        return replace(self, deals=deals)
 
     def with_returned(self, replica: int, *, below: int | None = None) -> "Pool":
         """After what a replica has of the batches `below` has come back; without a limit all of it."""
@@ -337,7 +341,7 @@ class Pool:
 def united(samples: Iterable[SamplePlaces]) -> tuple[SamplePlaces, ...]:
     """The same places in rising order, neighbors joined. They must not overlap."""
     found: list[SamplePlaces] = []
-    for one in sorted(samples):
+    for one in sorted(samples, key=attrgetter("begin", "end")):
         if found and found[-1].end == one.begin:
             found[-1] = SamplePlaces(found[-1].begin, one.end)
         else:

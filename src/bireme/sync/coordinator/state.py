@@ -1,7 +1,11 @@
 """All that a coordinator knows, and what happens to it."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import inf
+from operator import attrgetter
 
 from bireme.sync.coordinator.groups import GroupState, Paces
 from bireme.sync.coordinator.messages import (
@@ -33,6 +37,12 @@ from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSetting
 # last epoch that was installed, and it is installed once at least half of the voters have confirmed it. A
 # coordinator that has taken up after another needs more than half, until its own epoch is installed. A
 # replica that is known to have ended does not vote, and so is no voter any more.
+
+
+@lru_cache(65536)
+def _ranks_of(replica: int, life: int, num_stages: int) -> tuple[RankId, ...]:
+    """The ranks of an incarnation. Making them anew would be most of what an event costs."""
+    return tuple(RankId(replica, life, stage) for stage in range(num_stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,9 @@ class Membership:
 
     def member(self, life: Incarnation) -> Member | None:
         """The member that is this incarnation."""
-        return next((one for one in self.members if one.own_life == life), None)
+        place = bisect_left(self.members, life.replica, key=attrgetter("replica"))
+        found = self.members[place] if place < len(self.members) else None
+        return found if found is not None and found.own_life == life else None
 
     @property
     def have_ended(self) -> bool:
@@ -111,22 +123,29 @@ class Membership:
         """The members' numbers."""
         return tuple(one.replica for one in self.members)
 
-    def reports(self, life: Incarnation) -> list[Report]:
+    def reports(self, life: Incarnation | Member) -> list[Report]:
         """The last reports of all ranks of an incarnation, stage by stage; none unless all were heard."""
-        found = [self.heard.get(RankId(life.replica, life.life, stage)) for stage in range(self.num_stages)]
-        return [] if None in found else [one.report for one in found if one is not None]
+        found = []
+        for rank in _ranks_of(life.replica, life.life, self.num_stages):
+            heard = self.heard.get(rank)
+            if heard is None:
+                return []
+            found.append(heard.report)
+        return found
 
-    def is_heard(self, life: Incarnation, since_s: float) -> bool:
+    def is_heard(self, life: Incarnation | Member, since_s: float) -> bool:
         """Whether all of its ranks have been heard since then, or have said that they will say no more."""
-        ranks = [RankId(life.replica, life.life, stage) for stage in range(self.num_stages)]
-        heard = [self.heard.get(rank) for rank in ranks]
-        return all(one is not None and (one.at_s >= since_s or one.report.is_leaving) for one in heard)
+        for rank in _ranks_of(life.replica, life.life, self.num_stages):
+            heard = self.heard.get(rank)
+            if heard is None or not (heard.at_s >= since_s or heard.report.is_leaving):
+                return False
+        return True
 
     def is_empty(self, life: Incarnation) -> bool:
         """Whether it has no weights to begin with."""
         return any(one.is_empty for one in self.reports(life))
 
-    def confirms(self, life: Incarnation) -> bool:
+    def confirms(self, life: Incarnation | Member) -> bool:
         """Whether all ranks of an incarnation know this epoch."""
         reports = self.reports(life)
         return bool(reports) and all(one.epoch == self.epoch for one in reports)
@@ -146,12 +165,12 @@ class Membership:
 
     def begun(self, members: Collection[Member]) -> "Membership":
         """The next epoch."""
-        ordered = tuple(sorted(members, key=lambda one: one.replica))
+        ordered = tuple(sorted(members, key=attrgetter("replica")))
         return replace(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
 
-    def _are_enough(self, there: Collection[Incarnation]) -> bool:
+    def _are_enough(self, there: set[Incarnation]) -> bool:
         for own in self.voters:
-            num, needed = len(own & set(there)), len(own)
+            num, needed = len(own & there), len(own)
             if 2 * num < needed or (self.is_strict and 2 * num == needed > 0):
                 return False
         return True
@@ -432,6 +451,16 @@ class CoordinatorState:
     """The word from which it took up."""
     settled_s: float = 0.0
     """When it was last seen to what follows from what is known."""
+    silence_s: float = -inf
+    """Before that time nothing follows from the silence of anybody who was heard when it was settled."""
+    has_broken: bool = False
+    """Whether it was settled while a rank reported that it cannot reach another, or lacked a source."""
+    awaited: tuple[int, int, int] = (0, 0, 0)
+    """Where to look first for a replica that is not ready, for one that has no sum, and for one that lacks a
+    committed round. Any place is right: these only save a search.
+    """
+    word: CoordinatorReply | None = None
+    """The last reply, without what is of one rank."""
     still_s: float | None = None
     """Since when all ranks wait for each other, and nothing has happened."""
     standstill: str = ""
@@ -452,9 +481,13 @@ class CoordinatorState:
         return tuple(sorted([*self.membership.replicas, *entering]))
 
     def reports(self, replica: int) -> list[Report]:
-        """The last reports of all ranks of a replica that were heard."""
-        heard = self.membership.heard
-        return [each.report for rank, each in heard.items() if rank.replica == replica]
+        """The last reports of all ranks of a replica that were heard. They are of one incarnation: a report
+        of a later one ends those before it.
+        """
+        membership = self.membership
+        ranks = _ranks_of(replica, membership.over.get(replica, 0), membership.num_stages)
+        found = map(membership.heard.get, ranks)
+        return [each.report for each in found if each is not None]
 
     def places(self, replica: int, line: int) -> list[RoundAt]:
         """Where the ranks of a replica are in a line of rounds."""
@@ -493,8 +526,7 @@ class CoordinatorState:
         """After the samples of these replicas in a batch were committed."""
         pool = self.pool
         samples = tuple(pool.deals.get((one, batch), ()) for one in replicas)
-        for one in replicas:
-            pool = pool.without_deal(one, batch)
+        pool = pool.without_deals(replicas, batch)
         line = Committed(
             self.membership.epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned
         )
