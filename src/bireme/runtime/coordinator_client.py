@@ -322,7 +322,7 @@ class CoordinatorClient:
                 epoch=self.word.epoch,
                 known=None if self._has_word else self._known,
             )
-            connection.say(encode(self._report))
+            connection.say(encode(_brief(self._report) if self._has_word else self._report))
         connection.flush(_PATIENCE * self._lease_s)
 
     def _take(self, word: CoordinatorReply) -> None:
@@ -341,3 +341,9 @@ class CoordinatorClient:
                 return  # so that nobody is woken for what is known
             self._changed.notify_all()
         self._act()
+
+
+def _brief(report: Report) -> Report:
+    """The report without its last rounds, which only a coordinator needs that takes up after another."""
+    rounds = tuple(one if one.last is None else replace(one, last=None) for one in report.rounds)
+    return replace(report, rounds=rounds)

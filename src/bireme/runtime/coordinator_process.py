@@ -24,6 +24,7 @@ from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s
 from bireme.sync.coordinator.messages import (
     TERM,
+    CoordinatorReply,
     HostStart,
     Incarnation,
     Notice,
@@ -105,6 +106,22 @@ def _cut_half_line(path: Path) -> None:
 
 # The server of a coordinator. What a step leads to is in the ledger before a word of it is sent.
 
+
+class _EncodedOnce:
+    """Encodes messages, each of the last few only once: most ranks get the same word."""
+
+    def __init__(self) -> None:
+        self._made: deque[tuple[Notice | CoordinatorReply, bytes]] = deque(maxlen=8)
+
+    def __call__(self, message: Notice | CoordinatorReply) -> bytes:
+        for known, text in self._made:
+            if known is message:
+                return text
+        text = encode(message)
+        self._made.append((message, text))
+        return text
+
+
 _NOBODY = RankId(-1, 0, 0)
 _SHORTEST_S = 0.001
 _LATE_S = 0.5
@@ -127,9 +144,11 @@ class CoordinatorServer(TextServer):
         *,
         answer: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(listening, key, encode, _heard)
+        super().__init__(listening, key, _EncodedOnce(), _heard)
         self._host, self._ledger = host, ledger
         self._ranks: dict[RankId, Client] = {}
+        self._told: dict[Client, tuple[int, int]] = {}
+        """The place of the last word to each rank."""
         self._ended: deque[Incarnation] = deque()
         self._starts: dict[Client, tuple[float, tuple[HostStart, ...]]] = {}
         """The last notice of each launcher about starts, and when it came."""
@@ -209,12 +228,22 @@ class CoordinatorServer(TextServer):
             self._hang_up()
         for rank, word in done.words:
             if rank in self._ranks:
-                self._ranks[rank].send(word)
+                self._tell(self._ranks[rank], word)
+
+    def _tell(self, client: Client, word: CoordinatorReply) -> None:
+        """Send a word to a rank: to one that has it, only its place, so that it knows that this host serves."""
+        if self._told.get(client) == word.place and not word.is_dropped:
+            if CoordinatorReply in client.next:
+                return
+            word = CoordinatorReply(*word.place)
+        self._told[client] = word.place
+        client.send(word)
 
     def _forget(self, client: Client) -> None:
         super()._forget(client)
         self._ranks = {rank: one for rank, one in self._ranks.items() if one is not client}
         self._starts.pop(client, None)
+        self._told.pop(client, None)
 
 
 _START_S = 60.0

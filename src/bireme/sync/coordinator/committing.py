@@ -12,6 +12,7 @@ from bireme.sync.coordinator.messages import (
     Heal,
     Incarnation,
     Member,
+    RankId,
     SumSource,
 )
 from bireme.sync.coordinator.samples import Began, Dealing, Pool, SyncMode
@@ -42,11 +43,14 @@ def with_beginning(state: CoordinatorState, now_s: float) -> CoordinatorState:
     membership, settings = state.membership, state.settings
     if membership.members or membership.voters:
         return state
+    are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
+    are_few = len(membership.heard) < settings.num_replicas * settings.num_stages
+    if state.first_heard_s is not None and are_few and not are_late:
+        return state
     lives = heard_replicas(membership, now_s - settings.lease_s)
     lives = [one for one in lives if not membership.is_empty(one)]
     if lives and state.first_heard_s is None:
         state = replace(state, first_heard_s=now_s)
-    are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
     are_enough = are_late and 2 * len(lives) > settings.num_replicas and not membership.is_strict
     if len(lives) < settings.num_replicas and not are_enough:
         return state
@@ -180,12 +184,9 @@ def with_entries(state: CoordinatorState) -> CoordinatorState:
     heals, entering = [], []
     for heal in state.heals:
         life = _newest_life(membership, heal.replica)
-        reports = [] if life is None else membership.reports(life)
-        if heal.first is None and life is not None and reports:
-            is_healed = all(one.healed == heal.batch for one in reports)
-            if is_healed and (not is_quorum or _has_caught_up(state, life)):
-                heal = replace(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
-        if life is None or heal.first is None or (is_quorum and not _has_all(state, heal.first, life)):
+        if heal.first is None and life is not None and goes_on(state, heal, life):
+            heal = replace(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
+        if life is None or heal.first is None or not goes_on(state, heal, life):
             heals.append(heal)
         else:
             entering.append(replace(_as_member(membership, life), first=heal.first))
@@ -197,13 +198,24 @@ def with_entries(state: CoordinatorState) -> CoordinatorState:
     return state.in_epoch(membership, [*membership.members, *entering]) if entering else state
 
 
+def goes_on(state: CoordinatorState, heal: Heal, life: Incarnation) -> bool:
+    """Whether the first batch of a replica that heals can be named, or the replica can enter there."""
+    if heal.first is not None:
+        return not state.is_quorum or _has_all(state, heal.first, life)
+    reports = state.membership.reports(life)
+    is_healed = bool(reports) and all(one.healed == heal.batch for one in reports)
+    return is_healed and (not state.is_quorum or _has_caught_up(state, life))
+
+
 def _as_member(membership: Membership, life: Incarnation) -> Member:
     return Member(life.replica, life.life, tuple(one.address for one in membership.reports(life)))
 
 
 def _newest_life(membership: Membership, replica: int) -> Incarnation | None:
     """The newest incarnation of a replica that is heard."""
-    return max((rank.own_life for rank in membership.heard if rank.replica == replica), default=None)
+    newest = Incarnation(replica, membership.over.get(replica, 0))
+    stages = range(membership.num_stages)
+    return newest if any(RankId(replica, newest.life, one) in membership.heard for one in stages) else None
 
 
 def _cannot_reach_donor(state: CoordinatorState, heal: Heal) -> bool:
@@ -368,7 +380,10 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
     heals = {one.replica: state.is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
     needs = dict.fromkeys(state.membership.replicas, 0) | heals
     return [
-        min((num_rounds(state, one, line.number, least) for one, least in needs.items()), default=line.committed)
+        min(
+            (num_rounds(state, one, line.number, least) for one, least in needs.items()),
+            default=line.committed,
+        )
         for line in state.lines
     ]
 

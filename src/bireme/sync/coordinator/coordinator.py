@@ -7,13 +7,14 @@ report that comes twice changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
 
 from bireme.sync.coordinator.committing import (
     committed_rounds,
+    goes_on,
     is_lost,
     num_rounds,
     quorum_of,
@@ -190,7 +191,7 @@ def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
 
 def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep:
     """What follows from an event at that time."""
-    state = before = replace(state, ledger=())
+    state = before = replace(state, ledger=()) if state.ledger else state
     if isinstance(event, Ended):
         state = replace(state, membership=state.membership.with_over(event.life))
     elif isinstance(event, Report):
@@ -206,39 +207,60 @@ def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep
             state = replace(state, membership=state.membership.without(event.rank.own_life))
     state = _settled(state, now_s)
     state = replace(
-        state, settled_s=now_s, silence_s=_silence_s(state, now_s), has_broken=_has_broken(state)
+        state,
+        settled_s=now_s,
+        silence_s=_silence_s(state, now_s),
+        has_broken=_has_broken(state),
+        num_to_confirm=state.membership.num_to_confirm,
     )
     return _told(before, state, event, now_s)
 
 
-# Most reports change nothing for anybody: a rank lives, or is one of many that are ready, or hold a sum, while
-# others are not or do not. What follows from all reports together takes time in proportion to the members, so
-# here one replica that the others still wait for is enough to know that nothing follows.
+# Most reports change nothing for anybody: a rank lives, or it is ready or holds a sum while others do not.
+# What follows from all reports together takes time in proportion to the members, so here one replica that the
+# others still wait for is enough to know that nothing follows.
 
 
-def _without_more(state: CoordinatorState, report: Report, last: Report, now_s: float) -> CoordinatorState | None:
+_NAMES = [one.name for one in fields(Report) if one.name != "number"]
+_all_of = attrgetter(*_NAMES)
+_rest_of = attrgetter(*(one for one in _NAMES if one not in {"epoch", "wants", "rounds"}))
+
+
+def _without_more(
+    state: CoordinatorState, report: Report, last: Report, now_s: float
+) -> CoordinatorState | None:
     """The state after a report of a rank whose `last` one is known, if nothing more follows from it; None if
     something may.
     """
-    if replace(report, number=last.number) == last:  # it lives
+    if _all_of(report) == _all_of(last):  # it lives
         return state
-    membership = state.membership
-    is_alike = replace(report, number=last.number, wants=last.wants, rounds=last.rounds) == last
     is_free = state.is_quorum and len(state.lines) == 1 and state.still_s is None and not state.has_broken
-    if not is_alike or not is_free or not membership.is_installed or report.wants > state.dealt:
+    if not is_free or report.epoch > state.membership.epoch or any(at.lost for at in report.rounds):
         return None
-    if membership.member(report.rank.own_life) is None or any(at.lost for at in report.rounds):
+    if _rest_of(report) != _rest_of(last):
+        return None
+    membership, life, num_to_confirm = state.membership, report.rank.own_life, state.num_to_confirm
+    if membership.is_installed:
+        heal = next((one for one in state.heals if one.replica == life.replica), None)
+        is_entering = heal is None or goes_on(state, heal, life)
+        if report.wants > state.dealt or (is_entering and membership.member(life) is None):
+            return None
+    elif num_to_confirm > 1 and membership.members:
+        num_to_confirm -= report.epoch != last.epoch
+    else:
         return None
     line = state.lines[0]
-    own = membership.reports(report.rank.own_life)
     place, summing, lacking = state.awaited
-    if line.grant is not None:
+    is_ready_now = is_ready(line, membership.reports(life)) and membership.confirms(life)
+    if membership.member(life) is None or not membership.is_installed:
+        pass
+    elif line.grant is not None:
         grant, parts = line.grant, line.grant.parts
         at = _search(parts, summing, lambda one: not is_summed(grant, state.reports(one.replica)))
         if at is None:
             return None
         summing = at
-    elif is_ready(line, own) != (report.rank.replica in line.ready):
+    elif is_ready_now != (life.replica in line.ready):
         added = _with_ready(state, line, report.rank, now_s)
         if added is None:
             return None
@@ -249,7 +271,10 @@ def _without_more(state: CoordinatorState, report: Report, last: Report, now_s: 
         if at is None and all(num_rounds(state, one.replica, 0, one.batch) > oldest for one in state.heals):
             return None
         lacking = lacking if at is None else at
-    return replace(state.with_line(line), awaited=(place, summing, lacking))
+    if line is state.lines[0] and num_to_confirm == state.num_to_confirm:
+        awaited = place, summing, lacking
+        return state if awaited == state.awaited else replace(state, awaited=awaited)
+    return replace(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
 
 
 def _with_ready(
@@ -260,7 +285,7 @@ def _with_ready(
     """
     membership, settings = state.membership, state.settings
     is_due = any(one.first is not None and one.first <= line.committed for one in state.heals)
-    is_there = membership.confirms(rank.own_life) and membership.is_heard(rank.own_life, line.broken_s)
+    is_there = membership.is_heard(rank.own_life, line.broken_s)
     if not line.ready or rank.replica in line.ready or is_due or not is_there or settings.grace_s <= 0:
         return None
     ready, place = line.ready | {rank.replica}, state.awaited[0]
@@ -281,9 +306,11 @@ _Item = TypeVar("_Item")
 
 
 def _search(items: Sequence[_Item], first: int, is_it: Callable[[_Item], bool]) -> int | None:
-    """The first place, from `first` on and around the end, of such an item."""
-    num = len(items)
-    return next((at for at in (one % num for one in range(first, first + num)) if is_it(items[at])), None)
+    """The first place, from `first` on downward and around the start, of such an item. Ranks are heard in
+    the order of their numbers more often than in the reverse.
+    """
+    places = (one % len(items) for one in range(first, first - len(items), -1))
+    return next((at for at in places if is_it(items[at])), None)
 
 
 def _silence_s(state: CoordinatorState, now_s: float) -> float:
@@ -423,7 +450,7 @@ def _words(
 
 
 def _kept(state: CoordinatorState, donor: int = _NO_REPLICA) -> tuple[int, ...]:
-    """The rounds whose sums a replica need not keep: those that all members have, and those that heal by it."""
+    """The rounds whose sums a replica need not keep: all members have them, and those that heal by it."""
     return tuple(committed_rounds(state, donor=donor))
 
 

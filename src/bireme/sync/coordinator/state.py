@@ -159,6 +159,15 @@ class Membership:
             return self
         return replace(self, voters=(present,), is_strict=False, is_installed=True)
 
+    @property
+    def num_to_confirm(self) -> int:
+        """How many more of its voters must confirm the epoch at least before it is installed."""
+        missing = [
+            len(own) // 2 + 1 - (len(own) % 2 == 0 and not self.is_strict) - sum(map(self.confirms, own))
+            for own in self.voters
+        ]
+        return 0 if self.is_installed else max(missing, default=0)
+
     def can_be(self, members: Iterable[Member]) -> bool:
         """Whether an epoch of these members could ever be installed."""
         return self._are_enough({one.own_life for one in members})
@@ -455,6 +464,8 @@ class CoordinatorState:
     """Before that time nothing follows from the silence of anybody who was heard when it was settled."""
     has_broken: bool = False
     """Whether it was settled while a rank reported that it cannot reach another, or lacked a source."""
+    num_to_confirm: int = 0
+    """How many more replicas must confirm the epoch at least before it is installed."""
     awaited: tuple[int, int, int] = (0, 0, 0)
     """Where to look first for a replica that is not ready, for one that has no sum, and for one that lacks a
     committed round. Any place is right: these only save a search.
