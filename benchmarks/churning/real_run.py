@@ -1,10 +1,10 @@
 """`bireme train` on machines that come and go by a trace, and what comes of it.
 
-A machine is a host of the home lab with one device: a network namespace with a slow card if one can be made here,
-else a group of processes on the loopback. All machines of the trace train for a calm time first, which says what a
-machine trains a second. Then the trace begins. A machine that is lost has all its processes killed at once. One
-that leaves has its rank killed first, so that its launcher reports it; the rest follows. One that arrives has its
-launcher started, in the same way as before.
+A machine is a host of the home lab with one device: a network namespace with a slow card if one can be made
+here, else a group of processes on the loopback. All machines of the trace train for a calm time first, which
+says what a machine trains a second. Then the trace begins. A machine that is lost has all its processes killed
+at once. One that leaves has its rank killed first, so that its launcher reports it; the rest follows. One
+that arrives has its launcher started, in the same way as before.
 """
 
 import json
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from bireme.errors import BiremeError
 from bireme.plan.plan_file import load_plan
 from bireme.sync.coordinator.ledger_check import check_ledger
 
-SAMPLES = 8
+SAMPLES = 16
 """Of a batch for each machine, where all are there."""
 LEASE_S = 4.0
 _PATIENCE_S = 300.0
@@ -51,6 +52,7 @@ mode = "off"
 
 [sync]
 mode = "quorum"
+codec = "int4"
 lease_s = {lease_s}
 grace_s = 2.0
 
@@ -90,13 +92,17 @@ def churned(trace: Trace, calm_s: float) -> Churned:
     count = len(trace.machines)
     rest = _REST.format(machines=count, lease_s=LEASE_S)
     more = {"steps": 1_000_000, "batch": SAMPLES * count, "held_out": 0.0}
-    with TemporaryDirectory() as scratch:
-        with made_lab(Path(scratch) / "lab", rest, [(1, 1.0)] * count, is_paced=True, **more) as lab:
-            temporary = lab.folder.parent / "temporary"
-            temporary.mkdir()
-            with _run(lab, trace.machines, temporary) as run:
-                found = run.live_through(trace, calm_s)
-            left = *run.processes(), *sorted(str(one.name) for one in temporary.iterdir())
+    with (
+        TemporaryDirectory() as scratch,
+        made_lab(Path(scratch) / "lab", rest, [(1, 1.0)] * count, is_paced=True, **more) as lab,
+    ):
+        temporary = lab.folder.parent / "temporary"
+        temporary.mkdir()
+        with _run(lab, trace.machines, temporary) as run:
+            found = run.live_through(trace, calm_s)
+        # torch's compiler has a cache there.
+        files = (one.name for one in temporary.iterdir() if not one.name.startswith("torch"))
+        left = *run.processes(), *sorted(files)
     return replace(found, left_over=left)
 
 
@@ -160,7 +166,7 @@ class _Run:
             len(counted),
             tuple(self._returns(watched.rounds[begun:])),
             tuple(sync.get("recoveries", ())),
-            max((late - early for early, late in zip(ends, ends[1:], strict=False)), default=trace.end_s),
+            max((late - early for early, late in pairwise(ends)), default=trace.end_s),
             moved_bytes,
             tuple(statuses),
             check_ledger(watched.folder / "ledger.jsonl").is_whole,
@@ -265,11 +271,9 @@ def _samples(rounds: Sequence[Round]) -> int:
 def row_of(found: Churned, trace: Trace) -> dict[str, Any]:
     """The figures of a run over a trace."""
     parts = ("detect_s", "transfer_s", "catch_up_s")
-    medians = {
-        f"median_{part}": median(known) if (known := [one[part] for one in found.recoveries if one[part]]) else None
-        for part in parts
-    }
-    own = sum(one or 0.0 for part in ("median_transfer_s", "median_catch_up_s") for one in [medians[part]])
+    known = {part: [one[part] for one in found.recoveries if one[part] is not None] for part in parts}
+    medians = {f"median_{part}": median(own) if own else None for part, own in known.items()}
+    own = sum(medians[f"median_{part}"] or 0.0 for part in parts[1:])
     back_s = median(found.returns_s) if found.returns_s else None
     return {
         "machines": len(trace.machines),

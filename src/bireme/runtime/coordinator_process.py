@@ -231,7 +231,7 @@ class CoordinatorServer(TextServer):
                 self._tell(self._ranks[rank], word)
 
     def _tell(self, client: Client, word: CoordinatorReply) -> None:
-        """Send a word to a rank: to one that has it, only its place, so that it knows that this host serves."""
+        """Send a word to a rank; to one that has it only its place, which says that this host serves."""
         if self._told.get(client) == word.place and not word.is_dropped:
             if CoordinatorReply in client.next:
                 return

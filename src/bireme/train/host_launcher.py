@@ -6,6 +6,7 @@ the others by. So any host may die, also the first. One that is started again fi
 the others are, and goes on with its replicas in their next incarnations.
 """
 
+import atexit
 import hashlib
 import os
 import secrets
@@ -192,11 +193,12 @@ _LAUNCHER_S = 300.0
 
 
 def _hold_host(orders: HostOrders, number: int) -> None:
-    """Be the launcher of a host until this process ends."""
+    """Be the launcher of a host until this process ends, which removes the file of its lock."""
     import fcntl  # not on every system
 
     with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
-        fcntl.lockf(_lock_of(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(_open_lock(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        atexit.register(_lock_of(orders, number).unlink, missing_ok=True)
 
 
 def wait_for_launcher(orders: HostOrders, rank: int) -> None:
@@ -206,7 +208,7 @@ def wait_for_launcher(orders: HostOrders, rank: int) -> None:
     host = orders.hosts_of_ranks[rank]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # which are for the launcher, and end this process with it
-    lock = _lock_of(orders, host)
+    lock = _open_lock(orders, host)
 
     def is_held() -> bool:
         try:
@@ -225,9 +227,13 @@ def wait_for_launcher(orders: HostOrders, rank: int) -> None:
     fcntl.lockf(lock, fcntl.LOCK_UN)
 
 
-def _lock_of(orders: HostOrders, host: int) -> int:
-    name = f"bireme-{hashlib.sha256(orders.token.encode()).hexdigest()[:16]}-{host}.lock"
-    return os.open(Path(gettempdir()) / name, os.O_RDWR | os.O_CREAT, 0o600)
+def _lock_of(orders: HostOrders, host: int) -> Path:
+    digest = hashlib.sha256(orders.token.encode()).hexdigest()[:16]
+    return Path(gettempdir()) / f"bireme-{digest}-{host}.lock"
+
+
+def _open_lock(orders: HostOrders, host: int) -> int:
+    return os.open(_lock_of(orders, host), os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def how_it_ended_before(environment: Environment, run_file: Path | None, sets: Sequence[str]) -> str:
