@@ -3,16 +3,16 @@
     python benchmarks/churn.py [--quick] [--json] [--section NAME] [--trace FILE] [--torchft PYTHON]
 
 `run`: `bireme train` in `quorum` on emulated hosts with links of 100 Mbit/s, one replica on each, over a
-trace of spot machines (`churning/trace.py`). A machine that is lost has its processes killed; one that arrives
-has its launcher started. The ideal is what the machines that are there train in peace, from the moment at
-which they arrive: it includes the start of their processes. The ledger must have every sample once, all
-launchers that are there must end with status 0, and no process and no file may be left.
+trace of spot machines (`churning/trace.py`). A machine that is lost has its processes killed; one that
+arrives has its launcher started. The ideal is what the machines that are there train in peace, from the
+moment at which they arrive: it includes the start of their processes. The ledger must have every sample once,
+all launchers that are there must end with status 0, and no process and no file may be left.
 
 `clock`: the same trace with the real coordinator on a simulated clock. How long a start, a state, a sum and a
 sample take is given, or taken from the run before.
 
-`many`: a trace of many machines on the same clock. The coordinator's state machine may take 5 % of a core with
-1,000 members and one event of each a second, and the messages of a batch must grow as the members do.
+`many`: a trace of many machines on the same clock. The coordinator's state machine may take 5 % of a core
+with 1,000 members and one event of each a second, and messages of a batch must grow only as members do.
 
 `torchft`: the same trace with torchft's data-parallel replicas and its lighthouse, if `--torchft` names an
 interpreter with torchft.

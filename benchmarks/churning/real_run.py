@@ -2,9 +2,9 @@
 
 A machine is a host of the home lab with one device: a network namespace with a slow card if one can be made
 here, else a group of processes on the loopback. All machines of the trace train for a calm time first, which
-says what a machine trains a second. Then the trace begins. A machine that is lost has all its processes killed
-at once. One that leaves has its rank killed first, so that its launcher reports it; the rest follows. One
-that arrives has its launcher started, in the same way as before.
+says what a machine trains a second. Then the trace begins. A machine that is lost has all its processes
+killed at once. One that leaves has its rank killed first, so that its launcher reports it; the rest follows.
+One that arrives has its launcher started, in the same way as before.
 """
 
 import json

@@ -192,7 +192,7 @@ def replica(lighthouse: str, address: str, samples: int, path: Path) -> None:
             picked = torch.randint(len(rows["input_ids"]), (samples,))
             before = manager.current_step()
             optimizer.zero_grad()
-            model(**{name: own[picked] for name, own in rows.items()})["loss"].backward()
+            model(rows["input_ids"][picked], rows["labels"][picked])["loss"].backward()
             optimizer.step()
             if manager.current_step() > before and manager.is_participating():
                 file.write(f"{time.time()}\n")

@@ -352,7 +352,8 @@ def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the samples of all batches that a rank wants."""
     if not state.is_quorum:
         return with_own_deals(state, now_s)
-    if not state.membership.members:
+    are_wanted = any(one.report.wants > state.dealt for one in state.membership.heard.values())
+    if not state.membership.members or not are_wanted:
         return state
     while state.dealt < max((r.wants for one in state.contributors for r in state.reports(one)), default=0):
         dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
@@ -365,6 +366,8 @@ def with_sources(state: CoordinatorState) -> CoordinatorState:
     """With a source of each committed sum for each replica that had no part in it, and without the rounds
     that everybody has.
     """
+    if not state.commits:
+        return state
     lowest = committed_rounds(state)
     commits = tuple(
         _sourced(state, one)

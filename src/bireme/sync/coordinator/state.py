@@ -152,11 +152,11 @@ class Membership:
 
     def installed(self) -> "Membership":
         """With its members as the voters, once it is installed."""
-        present = frozenset(one.own_life for one in self.members)
-        if self.is_installed or not present:
+        if self.is_installed or not self.members:
             return self
         if not self._are_enough({one for own in self.voters for one in own if self.confirms(one)}):
             return self
+        present = frozenset(one.own_life for one in self.members)
         return replace(self, voters=(present,), is_strict=False, is_installed=True)
 
     @property
