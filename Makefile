@@ -78,6 +78,7 @@ bench: setup
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/agreement.py
 	$(BIN)/python benchmarks/kills.py
+	$(BIN)/python benchmarks/churn.py
 	$(BIN)/python benchmarks/fuzz.py
 	$(BIN)/python benchmarks/home_lab.py
 	$(BIN)/python benchmarks/leakage.py

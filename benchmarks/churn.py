@@ -48,7 +48,7 @@ MOST_SHARE = 0.05
 """Of a core, for the state machine with 1,000 members at one event a second each."""
 MOST_GROWTH = 1.1
 """Messages of a batch and a member with the most members, compared with the fewest."""
-MANY_S, QUICK_MANY_S = 120.0, 30.0
+MANY_S, QUICK_MANY_S = 60.0, 30.0
 
 
 def quick_trace() -> Trace:
@@ -88,18 +88,13 @@ def costs_of(made: Churned | None, count: int) -> Costs:
     """Seconds as the run had them; those of `Costs` where there was no run."""
     if made is None:
         return Costs()
-    transfer, catch_up = (
-        median([one[part] for one in made.recoveries] or [0.0]) for part in ("transfer_s", "catch_up_s")
-    )
-    back_s = median(made.returns_s or [0.0])
-    sample_s = count / made.calm_per_s if made.calm_per_s else Costs.sample_s
-    return replace(
-        Costs(),
-        sample_s=sample_s,
-        sum_s=0.0,
-        start_s=max(back_s - transfer - catch_up, 0.0),
-        transfer_s=transfer,
-    )
+    costs = replace(Costs(), sample_s=count / made.calm_per_s, sum_s=0.0)
+    if made.recoveries:
+        costs = replace(costs, transfer_s=median(one["transfer_s"] for one in made.recoveries))
+    if made.returns_s and made.recoveries:
+        own_s = median(one["transfer_s"] + one["catch_up_s"] for one in made.recoveries)
+        costs = replace(costs, start_s=max(median(made.returns_s) - own_s, 0.0))
+    return costs
 
 
 def clock_row(trace: Trace, costs: Costs, samples: int, ran: Ran) -> dict[str, Any]:

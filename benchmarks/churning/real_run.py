@@ -144,8 +144,11 @@ class _Run:
         """Train in peace, then over the trace, and stop."""
         watched, count = self._watch, len(self._names)
         watched.wait_until(lambda: self._num_whole >= _SETTLED, "not all machines train")
+        before = watched.rounds[-1]
         calm = self._for_seconds(calm_s, ())
-        calm_per_s = _samples(calm) / calm_s
+        if not calm:
+            raise BiremeError(f"No batch counts in {calm_s:g} s of calm. The machine is too busy to measure.")
+        calm_per_s = _samples(calm) / (calm[-1].at_s - before.at_s)
         moved = self._moved_bytes()
         begin_s, begun = time.time(), len(watched.rounds)
         there = {one.machine for one in trace.events if one.time_s <= 0 and one.kind is Kind.ARRIVES}

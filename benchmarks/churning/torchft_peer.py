@@ -1,20 +1,16 @@
-"""torchft's DDP with its lighthouse on machines that come and go by a trace: what Bireme is compared with.
+"""torchft with its lighthouse on machines that come and go by a trace: what Bireme is compared with.
 
 Machines, model, samples of a machine and times are those of `real_run`. A replica is one process, which is
 started again if it fails by itself, as torchelastic does. Replicas sum gradients by gloo; one that comes back
 gets the weights of another one. A step counts for a replica that takes part in it and commits it.
-
-It needs an interpreter with torchft (`pip install torchft`, Linux on x86-64), and torch and Bireme's other
-packages. As a program this file is one replica: `python -m … LIGHTHOUSE ADDRESS SAMPLES LOG`.
+It needs an interpreter with torchft (`pip install torchft`, Linux on x86-64) and Bireme's own packages.
 """
 
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -90,7 +86,7 @@ class _Run:
         """Start the replica of a machine."""
         number = self._names.index(machine)
         path = self._lab.folder / f"{machine}-{len(self._arrivals)}.steps"
-        words = [self._python, "-m", "benchmarks.churning.torchft_peer", self._lighthouse]
+        words = [self._python, "-m", "benchmarks.churning.torchft_replica", self._lighthouse]
         self._replicas[machine] = self._start(
             number, [*words, self._address(number), str(SAMPLES), str(path)], path.name
         )
@@ -117,7 +113,9 @@ class _Run:
         end_s = begin_s + self._trace.end_s
         self._wait(lambda: time.time() >= end_s)
         steps = sorted(at_s for path, _ in self._arrivals for at_s in _steps(path))
-        calm_per_s = SAMPLES * sum(calm_from_s <= at_s < begin_s for at_s in steps) / calm_s
+        calm = [at_s for at_s in steps if calm_from_s <= at_s < begin_s] or [begin_s]
+        since_s = max((at_s for at_s in steps if at_s < calm_from_s), default=calm_from_s)
+        calm_per_s = SAMPLES * len(calm) / (calm[-1] - since_s)
         counted = [at_s for at_s in steps if begin_s <= at_s < end_s]
         firsts = [
             found[0] - at_s for path, at_s in self._arrivals if at_s > begin_s and (found := _steps(path))
@@ -150,54 +148,3 @@ class _Run:
 def _steps(path: Path) -> list[float]:
     """The times at which a replica committed a step that it took part in."""
     return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def replica(lighthouse: str, address: str, samples: int, path: Path) -> None:
-    """Train until it is killed."""
-    import torch
-    import torchft  # type: ignore[import-not-found]
-    from torchft.ddp import PureDistributedDataParallel  # type: ignore[import-not-found]
-
-    from benchmarks.home import model as home
-
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    module, rows = home.model()[0], home.samples()
-    inner = torch.optim.AdamW(module.parameters(), lr=0.0005)
-
-    def load(state: dict[str, Any]) -> None:
-        module.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    limits = dict.fromkeys(("timeout", "quorum_timeout", "connect_timeout"), timedelta(seconds=30))
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=30)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": module.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-        rank=0,
-        world_size=1,
-        store_addr=address,
-        store_port=store.port,
-        lighthouse_addr=f"http://{lighthouse}",
-        replica_id=path.stem,
-        hostname=address,
-        **limits,
-    )
-    # DistributedDataParallel of 0.2.0 ends the process by an assertion whenever a sum fails.
-    model = PureDistributedDataParallel(manager, module)
-    optimizer = torchft.Optimizer(manager, inner)
-    with path.open("w") as file:
-        while True:
-            picked = torch.randint(len(rows["input_ids"]), (samples,))
-            before = manager.current_step()
-            optimizer.zero_grad()
-            model(rows["input_ids"][picked], rows["labels"][picked])["loss"].backward()
-            optimizer.step()
-            if manager.current_step() > before and manager.is_participating():
-                file.write(f"{time.time()}\n")
-                file.flush()
-
-
-if __name__ == "__main__":
-    replica(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
