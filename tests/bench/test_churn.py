@@ -1,6 +1,7 @@
 """Machines that come and go on the clock of the benchmark, and what its rows are made of."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ def there(*names: str) -> list[TraceEvent]:
 def each_once(ran: Ran) -> None:
     """No sample is in two rounds, and rounds follow each other."""
     places = sorted(own for _, one in ran.committed for of_one in one.samples for own in of_one)
-    for early, late in zip(places, places[1:], strict=False):
+    for early, late in pairwise(places):
         assert early.end <= late.begin
     assert [one.batch for _, one in ran.committed] == list(range(len(ran.committed)))
     open_ = ran.committed[-1][1].open
