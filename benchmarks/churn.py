@@ -47,8 +47,8 @@ MEMBERS, QUICK_MEMBERS = (10, 100, 1000), (10, 100)
 MOST_SHARE = 0.05
 """Of a core, for the state machine with 1,000 members at one event a second each."""
 MOST_GROWTH = 1.5
-"""Messages of a batch and a member with the most members, compared with the fewest. More machines are lost in a
-batch of more machines, and batches with a loss take longer, with more beats."""
+"""Messages of a batch and a member with the most members, compared with the fewest. More of many machines are
+lost in a batch, and a batch with a loss takes longer, with more beats."""
 MANY_S, QUICK_MANY_S = 60.0, 30.0
 
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.churn import costs_of, many_row, many_verdicts
-from benchmarks.churning.real_run import Churned, row_of
+from benchmarks.churn import costs_of, many_row, many_verdicts, quick_trace
+from benchmarks.churning.real_run import Churned, churned, row_of
 from benchmarks.churning.simulated import Costs, Ran, simulated
 from benchmarks.churning.trace import Kind, Market, Trace, TraceEvent, generated
 from bireme.sync.coordinator import coordinator
 from bireme.sync.coordinator.messages import SamplePlaces
-from tests.support.extent import examples
+from tests.support.extent import TRY_ALL, examples
 
 COSTS = Costs(sample_s=0.05, start_s=2.0, transfer_s=0.5)
 
@@ -115,3 +115,13 @@ def test_the_clock_takes_what_a_run_has_measured() -> None:
     assert (costs.sample_s, costs.transfer_s, costs.start_s) == (0.05, 2.0, 8.0)
     assert costs_of(replace(RUN, recoveries=(), returns_s=()), 3).start_s == Costs().start_s
     assert costs_of(None, 3) == Costs()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRY_ALL, reason="a run over three hosts takes a minute: make test-all")
+def test_a_run_over_a_trace_has_every_sample_once_and_leaves_nothing() -> None:
+    found = churned(quick_trace(), 4.0)
+    assert found.is_whole
+    assert set(found.statuses) == {0}
+    assert not found.left_over
+    assert found.rounds > 0

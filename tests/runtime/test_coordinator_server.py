@@ -165,3 +165,32 @@ def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinat
         for observer in observers:
             observer.close()
         server.close()
+
+
+def test_a_rank_that_has_the_newest_word_gets_its_place_alone_and_one_that_calls_anew_gets_all() -> None:
+    """With 1,000 members a word has 200 kB, and each rank reports five times in a lease."""
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)))
+    server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", None)
+    encode, sent = server._encode, list[CoordinatorReply]()
+
+    def noted(word: CoordinatorReply) -> bytes:
+        sent.append(word)
+        return encode(word)
+
+    server._encode = noted
+    server.start()
+    try:
+        for _ in range(2):
+            hosts, rank = [("127.0.0.1", server.port)], RankId(0, 0, 0)
+            client = CoordinatorClient(hosts, "secret", rank, lease_s=0.5)
+            client.say(address="here")
+            found_in_word(client, lambda word: word.is_installed or None)
+            before, end_s = len(sent), time.monotonic() + patience_s()
+            while len(sent) < before + 3:
+                assert time.monotonic() < end_s
+                time.sleep(0.005)
+            assert sent[-1] == CoordinatorReply(*client.word.place)
+            assert client.word.members[0].addresses == ("here",)
+            client.close(is_leaving=False)
+    finally:
+        server.close()
