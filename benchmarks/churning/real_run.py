@@ -253,7 +253,7 @@ class _Run:
         words = ("ip", "-json", "-stats", "-netns", hosts[0].switch, "link", "show")
         shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         ports = {host.port for host in hosts}
-        return sum(one["stats64"]["rx"]["bytes"] for one in json.loads(shown) if one["ifname"] in ports)
+        return sum(int(one["stats64"]["rx"]["bytes"]) for one in json.loads(shown) if one["ifname"] in ports)
 
     def processes(self) -> list[str]:
         """Those of the run that are there."""

@@ -99,19 +99,19 @@ class _Run:
         count = len(self._names)
         self._wait(lambda: sum(len(_steps(path)) >= _SETTLED for path, _ in self._arrivals) >= count)
         calm_from_s = time.time()
-        self._wait(lambda: time.time() >= calm_from_s + calm_s)
+        self._wait_until(calm_from_s + calm_s)
         begin_s = time.time()
         there = {one.machine for one in self._trace.events if one.time_s <= 0}
         absent = [TraceEvent(0.0, one, Kind.LOST) for one in self._names if one not in there]
         for event in [*absent, *(one for one in self._trace.events if one.time_s > 0)]:
-            self._wait(lambda due_s=begin_s + event.time_s: time.time() >= due_s)
+            self._wait_until(begin_s + event.time_s)
             log(f"torchft, {event.time_s:.1f} s: {event.machine} {event.kind}")
             if event.kind is Kind.ARRIVES:
                 self._begin(event.machine)
             else:
                 self._replicas.pop(event.machine).close()
         end_s = begin_s + self._trace.end_s
-        self._wait(lambda: time.time() >= end_s)
+        self._wait_until(end_s)
         steps = sorted(at_s for path, _ in self._arrivals for at_s in _steps(path))
         calm = [at_s for at_s in steps if calm_from_s <= at_s < begin_s] or [begin_s]
         since_s = max((at_s for at_s in steps if at_s < calm_from_s), default=calm_from_s)
@@ -131,6 +131,9 @@ class _Run:
             "failed_by_themselves": self._num_failed,
             "links": self._lab.about,
         }
+
+    def _wait_until(self, at_s: float) -> None:
+        self._wait(lambda: time.time() >= at_s)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         ends_s = time.monotonic() + _PATIENCE_S + self._trace.end_s

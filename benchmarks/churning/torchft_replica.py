@@ -13,12 +13,13 @@ import torchft  # type: ignore[import-not-found]
 from torchft.ddp import PureDistributedDataParallel  # type: ignore[import-not-found]
 
 from benchmarks.home import model as home
+from bireme.runtime.stores import TCPStore
 
 
 def replica(lighthouse: str, address: str, samples: int, path: Path) -> None:
     """Train until it is killed."""
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     module, rows = home.model()[0], home.samples()
     inner = torch.optim.AdamW(module.parameters(), lr=0.0005)
 
