@@ -49,7 +49,7 @@ MOST_SHARE = 0.05
 MOST_GROWTH = 1.5
 """Messages of a batch and a member with the most members, compared with the fewest. More of many machines are
 lost in a batch, and a batch with a loss takes longer, with more beats."""
-MANY_S, QUICK_MANY_S = 60.0, 30.0
+MANY_S = 30.0
 
 
 def quick_trace() -> Trace:
@@ -135,10 +135,9 @@ def many(is_quick: bool, found: Measured) -> None:
     """Many machines on a clock, with one event of each a second."""
     rows = []
     for count in QUICK_MEMBERS if is_quick else MEMBERS:
-        end_s = QUICK_MANY_S if is_quick else MANY_S
         # Three reports of a batch, and a few beats between them, are one event a second.
         costs, samples = Costs(sample_s=0.4, sum_s=0.1), 8
-        market = Market(count, end_s, 3600.0, 60.0, notice=0.3, zones=5, least=count // 2 + 1)
+        market = Market(count, MANY_S, 3600.0, 60.0, notice=0.3, zones=5, least=count // 2 + 1)
         trace = generated(market, seed=1)
         ran = simulated(trace, costs, samples=samples)
         rows.append(many_row(trace, costs, samples, ran))
