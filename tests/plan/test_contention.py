@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -15,11 +16,13 @@ from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import draft_of
-from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.evaluator import SETTLING, PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of, timeline_of
-from bireme.schedule.program import Program
+from bireme.schedule.program import Program, Rule
 from bireme.simulate.links import ring_share
+from bireme.simulate.simulator import Until
+from bireme.timeline.timeline import settled_batch_s
 from tests.support.extent import examples
 from tests.support.side_by_side import side_by_side_s
 
@@ -169,11 +172,18 @@ def test_equal_replicas_are_forecast_as_one_event_simulation_of_all_says(case: E
         rank_speed=tuple(cluster.devices()[row[0]].device.speed for row in grid),
     )
 
-    def together_s(program: Program) -> float:
-        return side_by_side_s(program, [costs] * width, cluster, grid)
+    def together_s(program: Program, until: Until | None = None) -> float:
+        return side_by_side_s(program, [costs] * width, cluster, grid, until)
 
     forecast_s = PlanEvaluator(problem).forecast(draft).batch_s
     window_s = together_s(draft.program())
+    if draft.rule is not Rule.SYNCHRONOUS:  # such a forecast goes on until batches take equally long
+        ended: list[float] = []
+        together_s(draft.program(), lambda ends: ended.__setitem__(slice(None), ends))
+        settled_s = settled_batch_s(ended[: draft.program().num_batches - 1])
+        window_s = settled_s or together_s(
+            draft.ungathered_program(SETTLING), partial(settled_batch_s, most=SETTLING - 1)
+        )
     least_s = PlanEvaluator(problem).floor(draft).seconds
     assert forecast_s == pytest.approx(max(window_s, least_s), rel=1e-6)
     if window_s < least_s * (1 - 1e-6):

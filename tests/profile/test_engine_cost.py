@@ -16,8 +16,8 @@ from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.partition.chain import chain_of
 from bireme.plan.plan_request import PlanRequest
-from bireme.plan.search.draft import ReplicaWork
 from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.works import ReplicaWork
 from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import CoreTime, Seconds

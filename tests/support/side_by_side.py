@@ -16,19 +16,26 @@ from bireme.schedule.program import Program, Track
 from bireme.schedule.routes import Routes
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
-from bireme.simulate.simulator import simulate
+from bireme.simulate.simulator import Until, simulate
 
 
 def side_by_side_s(
-    program: Program, costs: Sequence[Costs], cluster: Cluster, grid: Sequence[Sequence[int]]
+    program: Program,
+    costs: Sequence[Costs],
+    cluster: Cluster,
+    grid: Sequence[Sequence[int]],
+    until: Until | None = None,
 ) -> float:
-    """The seconds of a batch where replica q of rank r, with the costs q, is on device `grid[r][q]`."""
+    """The seconds of a batch where replica q of rank r, with the costs q, is on device `grid[r][q]`.
+
+    The clock stops when `until` says so of the ends of batches so far.
+    """
     width = len(costs)
     joint = _joint(program, width)
     devices = [row[replica] for replica in range(width) for row in grid]
     rings = {rank: grid[rank] if rank < len(grid) else [device] for rank, device in enumerate(devices)}
     network = cluster_network(cluster, joint, devices, replicas=rings)
-    return simulate(joint, _joint_costs(costs), network, agree=True).steady_batch_s
+    return simulate(joint, _joint_costs(costs), network, agree=True, until=until).steady_batch_s
 
 
 def _joint(program: Program, width: int) -> Program:

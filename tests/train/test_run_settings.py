@@ -64,8 +64,8 @@ def test_a_setting_is_read_as_toml_or_else_as_a_string(
         ("plan.penalties.frsh=2", "Did you mean 'plan.penalties.fresh'?"),
         (
             "xyz=5",
-            "Known are: balance, checkpoint, cluster, data, export, format, links, log, memory, model, plan, "
-            "sync, training.",
+            "Known are: balance, checkpoint, cluster, data, elastic, export, format, links, log, memory, "
+            "model, plan, sync, training.",
         ),
         ("training=5", "names a whole table. Set one of its keys, such as training.steps=…."),
         ("training.steps", "is not of the form table.key=value, such as model.source=…."),

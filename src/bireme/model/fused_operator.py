@@ -215,10 +215,11 @@ def _without_numbers(_logits: Tensor, _targets: Tensor, factor: Tensor, *_: Any,
 # As an operator of torch, compilers leave it alone, and bytes are counted without a look at its blocks.
 # `torch.library.custom_op` would import the compiler at the first call, which takes 80 MiB and 1.6 s.
 
-_LIBRARY = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "softmax_loss(Tensor(a!) logits, Tensor targets, Tensor factor, int ignored, *, bool makes_gradient) "
-    "-> Tensor"
-)
-_LIBRARY.impl("softmax_loss", _softmax_loss, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("softmax_loss", _without_numbers, "Meta")  # type: ignore[no-untyped-call]
+if not hasattr(torch.ops.bireme, "softmax_loss"):  # else this module was imported before, and is once more
+    _library = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _library.define(  # type: ignore[no-untyped-call]
+        "softmax_loss(Tensor(a!) logits, Tensor targets, Tensor factor, int ignored, *, bool makes_gradient) "
+        "-> Tensor"
+    )
+    _library.impl("softmax_loss", _softmax_loss, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl("softmax_loss", _without_numbers, "Meta")  # type: ignore[no-untyped-call]

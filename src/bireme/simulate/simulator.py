@@ -20,181 +20,31 @@ can; else all ranks go forward together in the order of time, so that messages a
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
-from typing import NamedTuple
 
 from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.proofs.messages import channel_of
 from bireme.schedule.residency import resident
 from bireme.simulate.copies import RankMover, TierLinks
 from bireme.simulate.costs import Costs
-from bireme.simulate.network import Network, Path, Processors, SimulatedChannel, SimulatedMessage, Traffic
+from bireme.simulate.network import Network, Processors, SimulatedChannel, SimulatedMessage, Traffic
+from bireme.simulate.operations import (
+    AGREED,
+    AVERAGE,
+    FREE,
+    LOCAL,
+    PASSING,
+    POSTING_USE,
+    RECEIVE,
+    REDUCE,
+    SEND,
+    WAITING_SEND,
+    Operation,
+    Operations,
+)
 from bireme.timeline.timeline import RankTimeline, Timeline
-
-# Instructions as the simulator's inner loop wants them: what to do, how long, with which message.
-
-_LOCAL, _USE, SEND, _RECEIVE, REDUCE, UPDATE, _POSTING_USE, _WAITING_SEND, _IDLE_RECEIVE = range(9)
-"""Without overlap at the receiver a RECEIVE is idle, and the use of the message posts it. Without any, a rank
-waits for its sends.
-"""
-_PASSING = frozenset({SEND, _RECEIVE, _WAITING_SEND, _IDLE_RECEIVE})
-"""What a rank does without waiting for its sends."""
-_FREE = _PASSING | {_LOCAL}
-"""What waits for nothing that comes from elsewhere."""
-
-_AVERAGE = 6
-"""The place of a stage's average among its keys."""
-_AGREED = 1
-"""From the key of a sync to the key of the agreement of all ranks after it."""
-
-
-class _Op(NamedTuple):
-    """An instruction as the inner loop wants it: what to do, how long, and with which message."""
-
-    code: int
-    seconds: float
-    key: int
-    """The message or sync it is about; batches later, so many strides more."""
-    channel: int
-    num_bytes: float
-    instruction: Instruction
-
-
-_op: Callable[[tuple[int, float, int, int, float, Instruction]], _Op] = partial(tuple.__new__, _Op)
-"""Makes an operation in less time: there is one for each instruction."""
-
-
-class _Like(NamedTuple):
-    """The common part of operations of one kind, stage and half; `key` is that of micro-batch 0 of batch 0.
-    If stages are on several ranks, these are operations of one micro-batch: its messages cross between the
-    same ranks.
-    """
-
-    code: int
-    seconds: float
-    key: int
-    channel: int
-    num_bytes: float
-
-
-class _Operations:
-    """The operations of a program's ranks, and the channels that their messages go through."""
-
-    def __init__(self, program: Program, costs: Costs, network: Network, *, agree: bool) -> None:
-        self.channels: list[SimulatedChannel] = []
-        self._program = program
-        self._costs = costs
-        self._network = network
-        self._agree = agree
-        self.stride = program.num_stages * 8
-        """From the keys of a micro-batch to those of the next."""
-        self._number_of_channel: dict[tuple[int, int, bool], int] = {}
-
-    def of_rank(self, rank: int) -> Iterator[tuple[_Op, int]]:
-        """A rank's track as operations, each with the shift of its key."""
-        num_microbatches, each = self._program.num_microbatches, self.stride
-        is_wide = bool(self._program.routes.shares)
-        ready: dict[int, list[_Op]] = {}
-        alike: dict[tuple[Kind, int, int | None, bool, int | None], _Like] = {}
-
-        def made(step: Instruction) -> _Op:
-            kind, stage, batch, microbatch, _, half, _, _, is_apart = step
-            what = kind, stage, half, is_apart, microbatch if is_wide else None
-            like = alike.get(what)
-            if like is None:
-                like = alike[what] = self._like(step, rank)
-            code, seconds, key, channel, num_bytes = like
-            if code != _LOCAL:
-                key += (batch * num_microbatches + (microbatch or 0)) * each
-            return _op((code, seconds, key, channel, num_bytes, step))
-
-        for block in self._program.tracks[rank].blocks():
-            ops = ready.get(id(block.instructions))
-            if ops is None:
-                ops = ready[id(block.instructions)] = [made(step) for step in block.instructions]
-            shift = block.batches * num_microbatches * each
-            for op in ops:
-                yield op, shift
-
-    def _like(self, step: Instruction, rank: int) -> _Like:
-        program, costs = self._program, self._costs
-        if step.kind in SENDS or step.kind in RECEIVES:
-            ends = channel_of(program, step)
-            if ends is None:
-                raise BiremeError(f"Rank {rank} holds {step}, but there is no stage on the other side.")
-            is_send = step.kind in SENDS
-            num_bytes = costs.boundary_bytes(step) if is_send else 0.0
-            channel, key = self._channel(*ends), _key(step.carries())
-            overlap = self.channels[channel].path.overlap
-            if is_send:
-                code = _WAITING_SEND if overlap is Overlap.NONE else SEND
-            else:
-                code = _IDLE_RECEIVE if overlap is Overlap.RECEIVER else _RECEIVE
-            return _Like(code, costs.seconds(step, rank), key, channel, num_bytes)
-        if step.kind in (Kind.REDUCE, Kind.UPDATE):
-            first = program.rank_of_stage[step.stage]
-            key = step.stage * 8 + 4 + (rank - first) * self.stride  # each rank of a stage has its own
-            num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
-            code = REDUCE if step.kind is Kind.REDUCE else UPDATE
-            tiers = program.tiers_of(rank)
-            on_host = code == UPDATE and tiers is not None and step.stage in tiers.host_updates
-            if code == UPDATE and self._agree:
-                key += _AGREED
-            seconds = costs.seconds(step, rank, on_host=on_host)
-            if step.is_apart:
-                return _Like(_LOCAL, seconds, 0, -1, 0.0)
-            return _Like(code, seconds, key, self._channel(first, first), num_bytes)
-        if step.kind in AVERAGES:
-            # What gradients would move with replicas, weights move; only REDUCE and UPDATE agree on a batch.
-            key, channel = step.stage * 8 + _AVERAGE, self._channel(rank, rank, averages=True)
-            if step.kind is Kind.AVERAGE_START:
-                return _Like(REDUCE, costs.seconds(step, rank), key, channel, costs.reduce_bytes[step.stage])
-            return _Like(UPDATE, costs.seconds(step, rank), key, channel, 0.0)
-        needed = step.needs(program.num_stages) if step.kind in COMPUTE else None
-        if needed is not None:
-            source, _ = program.ends_of(needed)
-            if source != rank:
-                seconds = costs.seconds(step, rank, takes_bytes=costs.message_of(needed))
-                channel = self._channel(source, rank)
-                posts = self.channels[channel].path.overlap is Overlap.RECEIVER
-                return _Like(_POSTING_USE if posts else _USE, seconds, _key(needed), channel, 0.0)
-        return _Like(_LOCAL, costs.seconds(step, rank), 0, -1, 0.0)
-
-    def _channel(self, source: int, destination: int, *, averages: bool = False) -> int:
-        ends = source, destination
-        number = self._number_of_channel.get((*ends, averages))
-        if number is None:
-            number = self._number_of_channel[*ends, averages] = len(self.channels)
-            path = self._sync_path(source) if source == destination else self._path(ends)
-            self.channels.append(SimulatedChannel(source, destination, path))
-        return number
-
-    def _path(self, ends: tuple[int, int]) -> Path:
-        path = self._network.paths.get(ends)
-        if path is None:
-            raise BiremeError(f"The network has no path from rank {ends[0]} to rank {ends[1]}, which talk.")
-        return path
-
-    def _sync_path(self, rank: int) -> Path:
-        path = self._network.sync_paths.get(rank)
-        if path is None and any(self._costs.reduce_bytes[stage] for stage in self._program.stages_of(rank)):
-            raise BiremeError(
-                f"The costs have reduce_bytes, but the network has no path for rank {rank}'s gradient sync. "
-                "Give sync_paths, or the time as reduce_s."
-            )
-        return Path(()) if path is None else path
-
-
-def _key(message: Message) -> int:
-    """The key of a message of micro-batch 0 of batch 0."""
-    half = 0 if message.half is None else message.half + 1
-    return message.to_stage * 8 + (half if message.forward else 3)
-
 
 Until = Callable[[Sequence[float]], object]
 """Whether the clock may stop, given when each batch so far has ended."""
@@ -271,16 +121,16 @@ _GOES_ON, _WORKED = range(2)
 class _Rank:
     """A rank, how far it has got, and the times so far."""
 
-    def __init__(self, number: int, ops: Iterator[tuple[_Op, int]], mover: RankMover | None) -> None:
+    def __init__(self, number: int, ops: Iterator[tuple[Operation, int]], mover: RankMover | None) -> None:
         self.number = number
         self.ops = ops
         self.mover = mover
         """What copies its chunks if it offloads, and fetches whole weights if replicas share them."""
         self.now_s = 0.0
-        self.held: tuple[_Op, int] | None = None
+        self.held: tuple[Operation, int] | None = None
         """The operation it waits in, and the shift of its key."""
         self.since_s = 0.0
-        self.worked_on: tuple[_Op, int] | None = None
+        self.worked_on: tuple[Operation, int] | None = None
         """The operation whose work is under way, and its key."""
         self.posted: int | None = None
         """The key of the message whose receive was posted last by its use."""
@@ -327,7 +177,7 @@ class _Run:
         meets = any(path.overlap is Overlap.NONE for path in network.paths.values())
         self.in_order = meets or network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
-        self.operations = _Operations(program, costs, network, agree=agree)
+        self.operations = Operations(program, costs, network, agree=agree)
         self.channels = self.operations.channels
         self.ranks = [
             _Rank(
@@ -391,10 +241,10 @@ class _Run:
                     self._hold(rank, op, shift, now, key, chunks_s)
                     return
                 now = max(now, chunks_s)
-            if code == _RECEIVE:
+            if code == RECEIVE:
                 self._ready(op, key, len(rank.start_s), now)
-            elif code not in _PASSING and (code != _LOCAL or crossing):
-                if code == _POSTING_USE and rank.posted != key:
+            elif code not in PASSING and (code != LOCAL or crossing):
+                if code == POSTING_USE and rank.posted != key:
                     rank.posted = key
                     self._ready(op, key, len(rank.start_s), now)
                 while crossing:
@@ -406,7 +256,7 @@ class _Run:
                     if crossing[-1] < 0:
                         del self.arrival_s[crossing[-1]]
                     crossing.pop()
-            if code not in _FREE and (code != REDUCE or not self.overlap_reduce):
+            if code not in FREE and (code != REDUCE or not self.overlap_reduce):
                 if key not in self.arrival_s and code == REDUCE:
                     self._sync(rank, op, key, len(rank.start_s), now + seconds)
                 arrival = self.arrival_s.get(key)
@@ -414,7 +264,7 @@ class _Run:
                     rank.since_s = begun
                     self._hold(rank, op, shift, now, key, arrival)
                     return
-                if code != REDUCE or (self.agree and key % 8 != _AVERAGE):
+                if code != REDUCE or (self.agree and key % 8 != AVERAGE):
                     del self.arrival_s[key]
                 if code != REDUCE:
                     now = max(now, arrival)
@@ -431,7 +281,7 @@ class _Run:
             now += seconds
             self._worked(rank, op, key, now)
 
-    def _begin_work(self, rank: _Rank, op: _Op, key: int, now: float, seconds: float) -> None:
+    def _begin_work(self, rank: _Rank, op: Operation, key: int, now: float, seconds: float) -> None:
         """A rank is at an operation's work, for so long if it need not share its cores."""
         rank.now_s = now
         rank.worked_on = op, key
@@ -456,17 +306,17 @@ class _Run:
             self.work_stamps[rank] = self.num_stamps
             heappush(self.agenda, (end, rank, _WORKED, self.num_stamps))
 
-    def _worked(self, rank: _Rank, op: _Op, key: int, now: float) -> None:
+    def _worked(self, rank: _Rank, op: Operation, key: int, now: float) -> None:
         """An operation is done, and what it lets loose sets out."""
         if op.code == SEND:
             self._sent(op, key, len(rank.end_s), now)
-        elif op.code == _WAITING_SEND:
+        elif op.code == WAITING_SEND:
             rank.crossing.append(~key)
             self._sent(op, key, len(rank.end_s), now)
         elif op.code == REDUCE:
             if self.overlap_reduce:
                 self._sync(rank, op, key, len(rank.end_s), now)
-            if self.until is not None and key % 8 != _AVERAGE:
+            if self.until is not None and key % 8 != AVERAGE:
                 self._summing(
                     key // (self.operations.stride * self.program.num_microbatches), rank.start_s[-1]
                 )
@@ -485,7 +335,9 @@ class _Run:
         assert self.until is not None, "batches are counted for it alone"
         self.is_over = self.is_over or bool(self.until(self.batch_end_s))
 
-    def _hold(self, rank: _Rank, op: _Op, shift: int, now: float, key: int, arrival: float | None) -> None:
+    def _hold(
+        self, rank: _Rank, op: Operation, shift: int, now: float, key: int, arrival: float | None
+    ) -> None:
         rank.now_s = now
         rank.held = op, shift
         if arrival is None and (parcel := rank.parked.get(op.key + shift)) is not None:
@@ -496,7 +348,7 @@ class _Run:
         else:
             heappush(self.agenda, (arrival, rank.number, _GOES_ON, 0))
 
-    def _sent(self, op: _Op, key: int, index: int, now: float) -> None:
+    def _sent(self, op: Operation, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         num_bytes = parcel.num_bytes = op.num_bytes
         late_s = self.late_s.get(num_bytes)
@@ -506,7 +358,7 @@ class _Run:
         parcel.sent_by = index
         self._one_end(parcel, now)
 
-    def _ready(self, op: _Op, key: int, index: int, now: float) -> None:
+    def _ready(self, op: Operation, key: int, index: int, now: float) -> None:
         parcel = self.parcels.pop(key, None) or SimulatedMessage(key, op.channel)
         parcel.received_by = index
         self._one_end(parcel, now)
@@ -543,7 +395,7 @@ class _Run:
         self._cross(self.ranks[number], parcel, self.ranks[number].now_s)
         return bool(self.agenda)
 
-    def _sync(self, rank: _Rank, op: _Op, key: int, index: int, now: float) -> None:
+    def _sync(self, rank: _Rank, op: Operation, key: int, index: int, now: float) -> None:
         """A rank has come to the sum of its stage, which sets out when all ranks of the stage have."""
         ranks = self.program.routes.ranks_of(op.instruction.stage)
         key -= (rank.number - ranks.start) * self.operations.stride
@@ -556,7 +408,7 @@ class _Run:
         if len(there) < len(ranks):
             self.sums[key] = parcel, there
             return
-        is_average = key % 8 == _AVERAGE
+        is_average = key % 8 == AVERAGE
         if is_average or self.program.average_lag is None:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
         if self.agree and not is_average:
@@ -609,7 +461,7 @@ class _Run:
             self._arrived(parcel.key, arrival)
             if channel.meets:
                 self._arrived(~parcel.key, arrival)  # to its sender
-        elif self.agree and parcel.key % 8 != _AVERAGE:
+        elif self.agree and parcel.key % 8 != AVERAGE:
             if not self.overlap_reduce:
                 self._summed(parcel.key, arrival)
             batch = parcel.key // 8 // self.program.num_stages
@@ -618,7 +470,7 @@ class _Run:
             if len(synced) == self.program.num_stages:
                 latest = max(one for _, one in self.synced.pop(batch))
                 for key, _ in synced:
-                    self._summed(key + _AGREED, latest)
+                    self._summed(key + AGREED, latest)
         else:
             self._summed(parcel.key, arrival)
 

@@ -18,9 +18,8 @@ from operator import itemgetter
 
 from bireme.cluster.device import Speeds
 from bireme.codec.sum_description import SumCost
-from bireme.plan.codec_costs import coded, sum_coding_s
+from bireme.plan.codec_costs import sum_coding_s
 from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
-from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging
 from bireme.plan.search.assumptions import assumptions
 from bireme.plan.search.contention import (
@@ -31,7 +30,7 @@ from bireme.plan.search.contention import (
     processors_of,
     rings_s,
 )
-from bireme.plan.search.draft import Draft, ReplicaWork, without_collection
+from bireme.plan.search.draft import Draft, without_collection
 from bireme.plan.search.draft_paging import (
     Tied,
     TiedGradients,
@@ -39,8 +38,6 @@ from bireme.plan.search.draft_paging import (
     exchanged_bytes,
     paging_of,
     reduce_share,
-    shared_costs,
-    shared_key,
     sync_bytes,
     tied_rings,
     tier_forecasts,
@@ -49,6 +46,7 @@ from bireme.plan.search.draft_paging import (
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.unequal_costs import flows, hop_bytes, least_path_s, rings, simulated
+from bireme.plan.search.works import ReplicaWorks
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import Residency, resident
@@ -63,16 +61,13 @@ MOST_INSTRUCTIONS = 20_000
 _SLOWED = 2
 """Times as long as alone a sum may take beside messages."""
 
-_SETTLING = 24
+SETTLING = 24
 """Batches within which batches that overlap come to take equally long, if the usual window is too short."""
 
 _NUM_TRIPS = 3
 """Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
 the other members with the numbers that go along, and to the coordinator once the sum is made.
 """
-
-_MOST_KEPT = 4096
-"""Costs of partitions that are not worked out again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class PlanEvaluator:
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._tied = TiedGradients(problem.profile)
-        self._known: dict[object, ReplicaWork] = {}
+        self._works = ReplicaWorks(problem, self._tied)
         self._last_floor: tuple[Draft, _LowerBound] | None = None
         self.num_instructions = 0
 
@@ -105,7 +100,7 @@ class PlanEvaluator:
         problem = self._problem
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
-        works, speeds = self._works(draft), self._speeds(draft)
+        works, speeds = self._works.of_stages(draft), self._speeds(draft)
         for stage, rank in enumerate(rank_of_stage):
             seats = zip(draft.grid[rank], works[stage], draft.counts_of(stage), strict=True)
             for device, work, count in seats:
@@ -129,9 +124,11 @@ class PlanEvaluator:
         if outline.schedule not in PATH_BOUND and outline.schedule != "sequential":
             return least_s
         if outline.stage_widths:
-            return max(least_s, least_path_s(self._problem, draft, self._work(draft, outline.sizes[0]).costs))
+            return max(
+                least_s, least_path_s(self._problem, draft, self._works.of(draft, outline.sizes[0]).costs)
+            )
         m = outline.num_microbatches
-        for replica, work in enumerate(self._replica_works(draft)):
+        for replica, work in enumerate(self._works.of_replicas(draft)):
             before_s = all_s = 0.0
             for stage, row in enumerate(draft.grid):
                 speed = self._problem.speeds[row[replica]]
@@ -231,8 +228,8 @@ class PlanEvaluator:
         timeline = run(program, is_over)
         batch_s = settled_batch_s(ended)
         if batch_s is None:
-            longer = draft.ungathered_program(_SETTLING)
-            until = partial(settled_batch_s, most=_SETTLING - 1)
+            longer = draft.ungathered_program(SETTLING)
+            until = partial(settled_batch_s, most=SETTLING - 1)
             batch_s = run(longer, until).steady_batch_s
         return batch_s, timeline
 
@@ -243,7 +240,9 @@ class PlanEvaluator:
         if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or is_single:
             return 0
         if outline.stage_widths:
-            sums = rings(draft, hop_bytes(self._problem, draft, self._work(draft, outline.sizes[0]).costs))
+            sums = rings(
+                draft, hop_bytes(self._problem, draft, self._works.of(draft, outline.sizes[0]).costs)
+            )
             pace_s = floor.seconds / outline.num_microbatches
             end_s = _SLOWED * rings_s(self._problem, sums)
         else:
@@ -267,7 +266,7 @@ class PlanEvaluator:
         request = self._problem.request
         if request.num_sharers(draft.outline.width) == 1:
             return tuple(tier_forecasts(slowest, ()))
-        costs = self._work(draft, draft.outline.sizes[0]).costs
+        costs = self._works.of(draft, draft.outline.sizes[0]).costs
         between = self._of_ranks(draft, self._round_bytes(draft))
         rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
         return tuple(tier_forecasts(slowest, exchanged_bytes(costs, request, draft), rings, between))
@@ -276,7 +275,7 @@ class PlanEvaluator:
         self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
     ) -> Paging | None:
         """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
-        costs = self._work(draft, max(draft.outline.sizes)).costs
+        costs = self._works.of(draft, max(draft.outline.sizes)).costs
         return paging_of(
             self._problem,
             draft,
@@ -298,7 +297,7 @@ class PlanEvaluator:
         """The bytes that each rank keeps over all its tiers at the least: a version of its weights, the state
         of its optimizer and, if its stages step together, all its gradients.
         """
-        costs = self._work(draft, max(draft.outline.sizes)).costs
+        costs = self._works.of(draft, max(draft.outline.sizes)).costs
         asked, width = self._problem.request.memory, draft.outline.width
         steps_apart = asked is not None and asked.updates_apart
         share = 1 / self._problem.request.num_sharers(width) if draft.whole_weights else 1.0
@@ -310,7 +309,7 @@ class PlanEvaluator:
 
     def sizes(self, draft: Draft) -> Sizes:
         """The bytes of what each stage keeps, of the largest micro-batches."""
-        sizes = self._work(draft, max(draft.outline.sizes)).costs.sizes()
+        sizes = self._works.of(draft, max(draft.outline.sizes)).costs.sizes()
         return sizes if draft.splits_backward else replace(sizes, waiting=(), halves=())
 
     def _bottleneck(self, draft: Draft, floor: _LowerBound, slowest: Timeline) -> str:
@@ -345,7 +344,7 @@ class PlanEvaluator:
                 found.append(timeline)
                 continue
             if size not in counted:
-                program, sizes = timeline.program, self._work(seen, size).costs.sizes()
+                program, sizes = timeline.program, self._works.of(seen, size).costs.sizes()
                 counted[size] = tuple(resident(program, rank, sizes) for rank in range(program.num_ranks))
             found.append(replace(timeline, memory=counted[size]))
         return found
@@ -354,7 +353,7 @@ class PlanEvaluator:
         """The stages of a draft, of which `seen` was simulated, with fewer micro-batches."""
         problem, outline = self._problem, draft.outline
         found = []
-        of_stages = zip(draft.stages(len(problem.profile.units)), self._works(draft), strict=True)
+        of_stages = zip(draft.stages(len(problem.profile.units)), self._works.of_stages(draft), strict=True)
         for stage, ((begin, end), works) in enumerate(of_stages):
             rank = outline.rank_of_stage[stage]
             row, counts = draft.grid[rank], draft.counts_of(stage)
@@ -402,7 +401,7 @@ class PlanEvaluator:
     ) -> Timeline:
         problem = self._problem
         devices = [row[replica] for row in draft.grid]
-        costs = self._work(draft, draft.outline.sizes[replica], self._kinds(draft, replica)).costs
+        costs = self._works.of(draft, draft.outline.sizes[replica], self._works.kinds(draft, replica)).costs
         sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
             costs,
@@ -425,7 +424,7 @@ class PlanEvaluator:
         return self._counted(timeline)
 
     def _simulate_unequal(self, draft: Draft, program: Program, until: Until | None = None) -> Timeline:
-        costs = self._work(draft, draft.outline.sizes[0]).costs
+        costs = self._works.of(draft, draft.outline.sizes[0]).costs
         return self._counted(simulated(self._problem, draft, program, costs, self._tied_of(draft), until))
 
     def _counted(self, timeline: Timeline) -> Timeline:
@@ -440,66 +439,13 @@ class PlanEvaluator:
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
         wires = tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else ()
         cores = processors_of(problem, draft.grid, replica)
-        kinds = self._kinds(draft, replica)
+        kinds = self._works.kinds(draft, replica)
         return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
-
-    def _kinds(self, draft: Draft, replica: int) -> tuple[int, ...]:
-        """The kind of the device of each rank, in one replica; empty if all devices are of one kind."""
-        if len(self._problem.profiles) == 1:
-            return ()
-        return tuple(self._problem.kinds[row[replica]] for row in draft.grid)
-
-    def _replica_works(self, draft: Draft) -> list[ReplicaWork]:
-        """The work of each replica on its devices."""
-        alike = [(size, self._kinds(draft, replica)) for replica, size in enumerate(draft.outline.sizes)]
-        works = {one: self._work(draft, *one) for one in set(alike)}
-        return [works[one] for one in alike]
-
-    def _works(self, draft: Draft) -> list[list[ReplicaWork]]:
-        """The work of each replica of each stage."""
-        if draft.outline.stage_widths:
-            work = self._work(draft, draft.outline.sizes[0])
-            return [[work] * len(row) for row in draft.grid]
-        return [self._replica_works(draft)] * draft.outline.num_stages
 
     def _speeds(self, draft: Draft) -> Sequence[Speeds]:
         """The speeds of all devices, relative to the profile that a draft's work is counted with there."""
         problem = self._problem
         return problem.usual_resource_speeds if draft.outline.stage_widths else problem.resource_speeds
-
-    def _work(self, draft: Draft, size: int, kinds: tuple[int, ...] = ()) -> ReplicaWork:
-        """The work of a replica with micro-batches of a size whose ranks have devices of these kinds: all of
-        the first if none are given, as for bytes, which are the same on all.
-        """
-        problem = self._problem
-        kept_share = problem.kept_share(draft.outline.width)
-        codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-        shared = shared_key(problem.request, draft)
-        passes = draft.recompute, bool(draft.num_sliced), draft.splits_backward
-        of_stages = tuple(kinds[rank] for rank in draft.outline.rank_of_stage) if any(kinds) else (0,)
-        key = size, of_stages, draft.cuts, passes, codecs, kept_share, shared
-        if key not in self._known:
-            stages, half = draft.stages(len(problem.profile.units)), None
-            if draft.num_sliced and size % 2 == 0 and size // 2 in problem.known_sizes:
-                half = problem.on_kinds(size // 2, stages, of_stages).forward_s
-            chain = problem.on_kinds(size, stages, of_stages)
-            costs = costs_between(chain, draft.cuts, half_forward_s=half)
-            costs = replace(costs, master_weights=problem.request.has_masters)
-            costs = costs.in_halves() if draft.splits_backward else costs
-            costs = coded(costs, codecs, problem.request.value_bytes, problem.profile.codecs)
-            if draft.whole_weights:
-                costs = replace(costs, tied_gradient_bytes=self._tied.of_stages(stages))
-            costs = shared_costs(costs, problem.request, draft)
-            if kept_share:
-                kept = zip(costs.optimizer_bytes, costs.gradient_bytes, strict=True)
-                costs = replace(costs, optimizer_bytes=tuple(own + kept_share * one for own, one in kept))
-            again_s = tuple(
-                one_s if stage in draft.recompute else 0.0 for stage, one_s in enumerate(costs.recompute_s)
-            )
-            if len(self._known) >= _MOST_KEPT:
-                self._known.clear()
-            self._known[key] = ReplicaWork(costs, again_s)
-        return self._known[key]
 
     def _tied_of(self, draft: Draft) -> list[Tied]:
         """The parameters that several stages of a draft use."""
@@ -537,7 +483,7 @@ class PlanEvaluator:
         slowest of its devices.
         """
         problem, outline = self._problem, draft.outline
-        costs = self._work(draft, outline.sizes[0]).costs
+        costs = self._works.of(draft, outline.sizes[0]).costs
         found = []
         for stage, units in enumerate(draft.stages(len(problem.profile.units))):
             apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
@@ -549,14 +495,14 @@ class PlanEvaluator:
 
     def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
         """What a ring moves over each of its hops, per stage."""
-        costs, units = self._work(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
+        costs, units = self._works.of(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
     def busiest_lane(self, draft: Draft) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
         outline = draft.outline
         if outline.stage_widths:
-            costs = self._work(draft, outline.sizes[0]).costs
+            costs = self._works.of(draft, outline.sizes[0]).costs
             sums = rings(draft, hop_bytes(self._problem, draft, costs))
             return busiest_lane(self._problem, flows(draft, costs), sums)
         reduced = self._of_ranks(draft, self._reduce_bytes(draft))
@@ -567,7 +513,7 @@ class PlanEvaluator:
         ]
         sums += self._rounds(draft, self._round_bytes(draft))
         count = outline.num_microbatches
-        of_size = {size: self._work(draft, size).costs for size in set(outline.sizes)}
+        of_size = {size: self._works.of(draft, size).costs for size in set(outline.sizes)}
 
         def sent() -> Iterator[tuple[int, int, float, int]]:
             for replica, size in enumerate(outline.sizes):
@@ -584,7 +530,7 @@ class PlanEvaluator:
         outline = draft.outline
         message_bytes: dict[int, Mapping[tuple[int, int], float]] = {}
         for size in set(outline.sizes):
-            costs, found = self._work(draft, size).costs, defaultdict[tuple[int, int], float](float)
+            costs, found = self._works.of(draft, size).costs, defaultdict[tuple[int, int], float](float)
             for boundary, (here, there) in enumerate(pairwise(outline.rank_of_stage)):
                 if here != there:
                     found[here, there] += costs.forward_bytes[boundary]
@@ -602,7 +548,7 @@ class PlanEvaluator:
         share = request.round_share(draft.outline.width)
         if request.rounds is None or not share:
             return [0.0] * draft.outline.num_stages
-        costs = self._work(draft, draft.outline.sizes[0]).costs
+        costs = self._works.of(draft, draft.outline.sizes[0]).costs
         found = [share / request.rounds.every * one for one in costs.gradient_bytes]
         if not request.rounds.averages:  # of tied gradients each replica sends all it has
             more = share * (request.site_width(draft.outline.width) - 1)
