@@ -161,6 +161,14 @@ class Running:
             assert self.process.poll() is None, self.said
             time.sleep(0.02)
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Until the log has the checkpoint of that step or a later one, which is then complete."""
+        end_s = time.monotonic() + patience_s()
+        while not any(line["step"] >= step for line in metrics(self.run, "checkpoint")):
+            assert time.monotonic() < end_s, f"no checkpoint {step}: {self.said}"
+            assert self.process.poll() is None, self.said
+            time.sleep(0.02)
+
     def wait_for_words(self, words: str) -> None:
         """Until it says them."""
         end_s = time.monotonic() + patience_s()

@@ -71,8 +71,9 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(whole: Path, tmp
     run = tmp_path / "runs" / "run"
     options = ("--standalone", "--max-restarts", "1")
     words = (str(paced_run(tmp_path)), "--json")
-    with torchrun_train(run, *words, options=options, pace_s=0.02) as started:
+    with torchrun_train(run, *words, options=options, pace_s=0.04) as started:
         started.running.wait_for_step(6)
+        started.running.wait_for_checkpoint(4)
         os.kill(started.ranks[-1], signal.SIGKILL)
         told = started.ended()
 
