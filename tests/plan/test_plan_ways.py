@@ -31,6 +31,7 @@ GROUPS = SyncChoice(rounds=SiteRounds(averages=True, connect_every=10))
 DILOCO = SyncChoice(rounds=SiteRounds(averages=True, every=50, lag=1))
 ALL = (*SUMS, GROUPS, DILOCO)
 WIDE = PlanRequest(8, depth=1, width=2, sync_choices=ALL)
+FEW = replace(WIDE, sync_choices=tuple(one for one in ALL if one.sums.codec.rank == 0))
 SLOWEST, SLOW, FAST = 1e2, 1e8, 1e13
 RATES = (SLOWEST, 1e6, SLOW, FAST)
 
@@ -56,11 +57,9 @@ def refusals(answer: Answer) -> dict[tuple[str, str], str]:
 
 
 def test_the_slower_the_link_the_fewer_bytes_are_chosen() -> None:
-    bits = [one for one in ALL if one.sums.codec.rank == 0]
-    few = replace(WIDE, sync_choices=tuple(bits))
     assert chosen(found(FAST)) == ("allreduce", "none")
-    assert chosen(found(SLOW, few)) == ("allreduce", "int4")
-    assert chosen(found(SLOWEST, few)) == ("diloco", "none")
+    assert chosen(found(SLOW, FEW)) == ("allreduce", "int4")
+    assert chosen(found(SLOWEST, FEW)) == ("diloco", "none")
     assert chosen(found(SLOWEST)) == ("allreduce", "lowrank:4")
 
 
@@ -79,7 +78,7 @@ def test_another_way_never_makes_the_choice_slower(
 DEEP = PlanRequest(4, depth=2, width=1, schedule="1f1b", codec=AUTO, sync_choices=ALL)
 
 
-@pytest.mark.parametrize(("rate", "asked"), [*((rate, WIDE) for rate in RATES), (1e6, DEEP)])
+@pytest.mark.parametrize(("rate", "asked"), [*((rate, WIDE) for rate in RATES), (SLOWEST, FEW), (1e6, DEEP)])
 def test_to_ask_for_what_was_chosen_gives_the_same_forecast(rate: float, asked: PlanRequest) -> None:
     answer = found(rate, asked)
     best = answer.best

@@ -1,10 +1,10 @@
 """The ways to send less over links, where the planner may choose: codecs of boundaries, codecs of sums over
 replicas, and how replicas agree.
 
-A way is a point on these three axes. Each is searched for itself, as if it had been asked for, and the plan
-with the least time to the same loss is the best: so another way never makes the choice slower, and to ask for
-what was chosen finds the same plan. Steps are those of the study (`plan/penalties.py`). It has figures of one
-axis at a time, so ways that differ from the usual one in two axes are not proposed.
+A way is a point on these three axes. Each is searched for by itself, as if the request had named it, and the
+plan with the least time to the same loss is the best. So another way never makes the choice slower, and a
+request that names the chosen way finds the same plan. Steps are those of the study (`plan/penalties.py`). The
+study varies one axis at a time, so ways that differ from the usual one in two axes are not proposed.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Candidate, ConsideredWay, NothingFits
-from bireme.plan.penalties import STUDIED_SUMS, WORDS_TO_TRY, agreement_steps, sum_steps
+from bireme.plan.penalties import STUDIED_CELLS, STUDIED_SUMS, WORDS_TO_TRY, agreement_steps, sum_steps
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest, SyncChoice
 from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluated import NumberedSearch
@@ -71,7 +71,7 @@ def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
 def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
     """The plan with the best codec of each boundary, given those of the others."""
     evaluator = PlanEvaluator(problem)
-    draft, forecast = draft_of(best.plan, problem.cluster), best.forecast
+    draft, forecast, goal = draft_of(best.plan, problem.cluster), best.forecast, problem.request.goal
     tried = (AS_IT_IS, *(BoundaryCodecs(word, word) for word in WORDS_TO_TRY))
     for boundary in range(len(draft.codecs)):
         for one in tried:
@@ -79,7 +79,7 @@ def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
             other = replace(draft, codecs=own)
             promised = evaluator.forecast(other)
             candidate = Candidate(best.plan, promised)
-            if candidate.fits and promised.cost_s_per_sample < forecast.cost_s_per_sample:
+            if candidate.fits and promised.cost(goal) < forecast.cost(goal):
                 draft, forecast = other, promised
     codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
     return Candidate(draft.plan(problem.names, codecs), forecast)
@@ -94,8 +94,8 @@ LeastCost = Callable[[PlanRequest], float]
 def with_best_sync(
     profile: Profile, cluster: Cluster, request: PlanRequest, search: NumberedSearch, least: LeastCost
 ) -> Answer | NothingFits:
-    """The best answer over all ways for the replicas to agree, the usual way first among equals; what the
-    usual way comes to if no plan for it fits.
+    """The best answer over all ways for the replicas to agree, the usual way first among equals; the refusal
+    of the usual way if no plan fits with it.
     """
     usual, *others = request.sync_choices
     others.sort(key=_sent_share)
@@ -127,8 +127,8 @@ def with_best_sync(
 
 
 def _asked(request: PlanRequest, choice: SyncChoice) -> PlanRequest:
-    """The request with a choice, and with what the study has of it: no codec on boundaries, and delayed
-    updates only if it knows them together.
+    """The request with a choice, limited to combinations that the study has: no codec on boundaries, and no
+    delayed updates unless it has figures of both together.
     """
     asked = request.agreeing(choice)
     averages = choice.rounds is not None and choice.rounds.averages
@@ -199,8 +199,11 @@ def _least_steps(asked: PlanRequest, optimizer: str) -> float:
     if asked.goal is Goal.THROUGHPUT:
         return 1.0
     steps = sum_steps(asked.sums.codec, optimizer).steps
-    rules = (Rule.SYNCHRONOUS, Rule.FRESH)
-    return steps * min(asked.agreement_penalty(2, optimizer, rule) for rule in rules)
+    return steps * min(
+        asked.agreement_penalty(replicas, optimizer, rule)
+        for _, replicas in STUDIED_CELLS
+        for rule in (Rule.SYNCHRONOUS, Rule.FRESH)
+    )
 
 
 def _sent_share(choice: SyncChoice) -> float:
