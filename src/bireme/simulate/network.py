@@ -155,15 +155,13 @@ class Network:
         return False
 
 
+@dataclass(slots=True)
 class _Flow:
-    __slots__ = ("left_bytes", "loads", "path", "rate", "since_s")
-
-    def __init__(self, path: Path, loads: list[tuple[int, float]], left_bytes: float, since_s: float) -> None:
-        self.path = path
-        self.loads = loads
-        self.left_bytes = left_bytes
-        self.rate = 0.0
-        self.since_s = since_s
+    path: Path
+    loads: list[tuple[int, float]]
+    left_bytes: float
+    since_s: float
+    rate: float = 0.0
 
 
 class _Way(NamedTuple):
