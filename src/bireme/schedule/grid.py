@@ -46,9 +46,9 @@ class _Ticks:
     starts: list[list[int]]
     ends: list[list[int]]
     made: list[list[tuple[int, Message]]]
-    """For each rank its messages, with the place of the instruction that makes each."""
+    """For each rank its messages, with the index of the instruction that makes each."""
     used: dict[Message, tuple[int, int]]
-    """The rank that uses a message, and the place of the instruction there."""
+    """The rank that uses a message, and the index of the instruction there."""
 
 
 _TICKS = {kind: 4 if kind is Kind.BACKWARD else 2 for kind in COMPUTE}
