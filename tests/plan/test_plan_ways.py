@@ -21,6 +21,7 @@ from bireme.plan.plan_request import AUTO, Goal, PlanRequest, SyncChoice
 from bireme.plan.search.search import find_plan
 from bireme.report.plan_document import Explanation, plan_document, ways_note
 from bireme.report.plan_table import print_explanation
+from bireme.schedule.program import Rule
 from bireme.train.choices import check_mode, sync_choices, with_agreement, with_choices
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 from tests.support.hand_plans import tiny_profile
@@ -123,6 +124,12 @@ def test_what_the_study_has_no_figure_of_is_not_proposed_and_said(
     said = {one: why for one, why in refusals(answer).items() if words in why}
     assert said.keys() == {(one.mode, str(one.sums.codec)) for one in refused}
     assert any(words in note for note in ways_note(answer)[1:])
+
+
+def test_codecs_of_sums_are_proposed_without_delayed_updates() -> None:
+    known = {(way.sum_codec, way.candidate.plan.source.rule) for way in found(SLOW).ways if way.candidate}
+    assert {rule for codec, rule in known if codec != "none"} == {Rule.SYNCHRONOUS}
+    assert ("none", Rule.FRESH) in known  # so delays would pay
 
 
 def test_averages_through_a_codec_or_with_other_settings_are_not_proposed() -> None:

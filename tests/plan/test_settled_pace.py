@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.made_up.models import profile_of
+from benchmarks.search import flowing_error
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.plan.plan import Plan
@@ -59,6 +60,12 @@ def test_the_pace_is_that_of_a_long_run(
     assert ends[2] - ends[1] != pytest.approx(long_run_s, rel=2e-3)  # the usual window is too short
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
+def test_forecasts_of_random_plans_are_near_a_long_run(schedule: str) -> None:
+    late = 151  # under 2bw-fresh its batches settle after more than five
+    assert max(abs(flowing_error(seed, schedule)) for seed in (*range(20), late)) < 0.01
+
+
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh", "1f1b"])
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_a_clock_that_stops_has_shown_what_it_would_have_shown(schedule: str, num_batches: int) -> None:
@@ -78,6 +85,7 @@ def test_a_clock_that_stops_has_shown_what_it_would_have_shown(schedule: str, nu
     [
         ([5, 4], 9, None),
         ([5, 4, 4.001], 9, 4.001),
+        ([5, 4, 4.01], 9, None),
         ([9, 3, 5, 3, 5], 9, 4),
         ([9, 3, 5, 4, 5], 9, None),
         ([9, 3, 5, 4, 6], 6, 5),
