@@ -15,8 +15,8 @@ Random plans under `2bw` and `2bw-fresh` on up to nine devices, with messages an
 lengths, are forecast, and compared with the pace of batches 37 to 60 of a simulation of 62.
 
 VGG16 on four servers of four V100 is planned with stages of any width and of equal width. PipeDream's own
-plan for it must be among those found (`made_up/vgg16.py`). Over all schedules
-unequal widths gain less than under `1f1b`: delayed updates hide the sums of replicas of one device.
+plan for it must be among those found (`made_up/vgg16.py`). Over all schedules unequal widths
+gain less than under `1f1b`: delayed updates hide the sums of replicas of one device.
 """
 
 import sys
