@@ -17,7 +17,8 @@ from bireme.cluster.catalogue import device_named
 from bireme.errors import BiremeError
 from bireme.model.capture import Captures, capture
 from bireme.model.counting import count_of
-from bireme.model.fused_loss import FUSED, Fusion, fused, fused_work, keeps_logits, rows_at_once
+from bireme.model.fused_loss import FUSED, MEAN, Fusion, fused, fused_work, keeps_logits, rows_at_once
+from bireme.model.fused_operator import linear_cross_entropy
 from bireme.model.graph import Graph, learned_values
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.halves import backward_input
@@ -30,7 +31,7 @@ from bireme.train.fused_loss import fused_loss_note, with_fused_loss
 from bireme.train.run_file import RunFile
 from tests.support.extent import TRY_ALL
 
-WIDTH, CLASSES, LENGTH = 8, 40, 6
+WIDTH, CLASSES, LENGTH = 24, 160, 6
 
 FEW, MANY = 4, 120
 """Samples whose rows keep the gradient of the logits, and whose rows keep that of the weight."""
@@ -147,6 +148,20 @@ def test_both_ways_to_keep_a_gradient_are_tried() -> None:
     assert rows_at_once(MANY * (LENGTH - 1), WIDTH) < MANY * (LENGTH - 1)
 
 
+def test_a_weight_that_does_not_learn_leaves_the_gradient_of_the_hidden_states_alone() -> None:
+    """A buffer is counted like a frozen parameter, though it is in another table of the graph."""
+    model = Model(Tail())
+    weight = model.head.weight.detach()
+    del model.head.weight
+    model.head.register_buffer("weight", weight)
+    of_buffer = fused(capture(model, samples(FEW)), asked=True).graph
+    for graph in (of_buffer, both(Tail(frozen=True))[2]):
+        operator = next(one for one in graph.operators if one.target == FUSED)
+        assert not fused_work(graph, operator, FEW).keeps_logits
+        cost = profile(graph, device_named("laptop"), [FEW], use_cache=False).units[-1].costs[0]
+        assert cost.saved_bytes < FEW * (LENGTH - 1) * CLASSES * 8
+
+
 def test_units_stay_the_same_and_the_logits_are_no_output() -> None:
     _, graph, one = both(Tail())
     parts = [
@@ -183,6 +198,19 @@ def test_where_no_target_counts_the_loss_is_nan_and_gradients_are_zero() -> None
     head = own["head.weight"].grad
     assert head is not None
     assert not head.any()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_loss_of_no_rows_is_nan(learns: bool) -> None:
+    hidden, weight = torch.zeros(0, WIDTH, requires_grad=True), torch.ones(CLASSES, WIDTH)
+    targets = torch.zeros(0, dtype=torch.int64)
+    loss = linear_cross_entropy(
+        hidden, weight.requires_grad_(learns), None, targets, (), torch.float32, MEAN, -100
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.isnan()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
 
 
 UNFIT = {
@@ -290,8 +318,6 @@ def test_a_compiled_stage_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_products_of_sixteen_bits_add_up_in_float32() -> None:
-    from bireme.model.fused_operator import linear_cross_entropy
-
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(900, 16, generator=generator).bfloat16()
     weight = (0.1 * torch.randn(70, 16, generator=generator)).bfloat16()
@@ -308,7 +334,7 @@ def test_products_of_sixteen_bits_add_up_in_float32() -> None:
     exact = gradients(torch.float64, lambda x, w: functional.cross_entropy(x @ w.T, targets))
     found = gradients(
         torch.bfloat16,
-        lambda x, w: linear_cross_entropy(x, w, None, targets, (), torch.float32, 1, -100),
+        lambda x, w: linear_cross_entropy(x, w, None, targets, (), torch.float32, MEAN, -100),
     )
     for own, wanted in zip(found, exact, strict=True):
         assert (own - wanted).norm() < 0.005 * wanted.norm()

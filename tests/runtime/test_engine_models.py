@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bireme.model import fused_loss
+from bireme.model import fused_loss, fused_operator
 from bireme.model import stage as segments
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
@@ -447,8 +447,8 @@ def test_a_fused_loss_trains_as_the_models_own_operators(
     if more.get("compiles"):
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         monkeypatch.setattr(segments, "cpp_compiler", lambda: "none is asked for")
-    if keeps == "gradients":
-        monkeypatch.setattr(fused_loss, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(fused_operator, "keeps_logits", lambda *_, **__: keeps == "logits")
+    monkeypatch.setattr(fused_loss, "_LEAST_ROWS", 4)
     plain = tiny_text(tied=schedule != "zbv")
     found = fused_loss.fused(plain.graph, asked=True)
     assert found.reason is None

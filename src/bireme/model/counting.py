@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bireme.model.fused_loss import FUSED, LOSS
+from bireme.model.fused_loss import FUSED, LOSS, MEAN, loss_arguments
 from bireme.model.graph import Argument, Graph, Operator, Reference
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
@@ -32,14 +32,8 @@ class Count:
         return self.weigh(inputs)
 
 
-_MEAN = 1
-"""Torch's number for the reduction to a mean."""
-
 _MEANS = ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
-"""The losses that leave out some targets. They are given, by position, the scores, the targets, weights of
-the classes, the reduction, and the target that is left out."""
-
-_IGNORED = -100
+"""The losses that leave out some targets. Their first five arguments are those of a cross-entropy."""
 
 
 def count_of(graph: Graph) -> Count:
@@ -47,7 +41,8 @@ def count_of(graph: Graph) -> Count:
     found = _mean_loss(graph)
     if found is None:
         return Count((), _num_samples)
-    _, target, _, _, ignored = _arguments(found)
+    given = loss_arguments(found)
+    target, ignored = given["target"], given["ignore_index"]
     assert isinstance(target, Reference)
     if any(value.name == target.name for value in graph.inputs):
         return Count((target.name,), lambda inputs: _num_counted(inputs[target.name], ignored))
@@ -91,21 +86,11 @@ def _mean_loss(graph: Graph) -> Operator | None:
     if place is None or graph.operators[place].target not in (*_MEANS, FUSED):
         return None
     operator = graph.operators[place]
-    _, target, weights, reduction, _ = _arguments(operator)
+    given = loss_arguments(operator)
+    target = given["target"]
     value = graph.values.get(target.name) if isinstance(target, Reference) else None
     is_plain = value is not None and value.dtype == "int64"
-    return operator if is_plain and weights is None and reduction == _MEAN else None
-
-
-def _arguments(operator: Operator) -> tuple[Argument, ...]:
-    """The five arguments of such a loss, those that are left out at what they are then."""
-    if operator.target == FUSED:
-        scores, _weight, _bias, targets, _rows, _dtype, reduction, ignored = operator.arguments
-        return scores, targets, None, reduction, ignored
-    names = ("self", "target", "weight", "reduction", "ignore_index")
-    whole: dict[str, Argument] = {"weight": None, "reduction": _MEAN, "ignore_index": _IGNORED}
-    whole |= dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
-    return tuple(whole[name] for name in names)
+    return operator if is_plain and given["weight"] is None and given["reduction"] == MEAN else None
 
 
 def _makers(graph: Graph, name: str) -> tuple[int, ...] | None:

@@ -11,7 +11,6 @@ It is data and imports no torch; `fused_operator` is what runs.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from bireme.model.graph import Argument, Graph, Operator, Reference, Token, Value, evaluate, references
 
@@ -36,35 +35,49 @@ _BETWEEN = "{} lies between its last linear layer and the cross-entropy"
 _LEAST_ROWS = 256
 """Rows whose logits are made at once, at least: products of fewer rows are slow."""
 
-_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.contiguous.default"}
-_CASTS |= {"aten.clone.default", "aten.alias.default", "aten.to.device"}
+_CASTS = {
+    *("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten._to_copy.default"),
+    *("aten.contiguous.default", "aten.clone.default", "aten.alias.default"),
+}
 _VIEWS = {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"}
 _SCALES = {"aten.mul.Tensor", "aten.div.Tensor"}
 _LAST = -1
 
 
 def rows_at_once(num_rows: int, width: int) -> int:
-    """The rows whose logits are made at once, if not those of all rows are.
+    """The rows whose logits are made at once: at most half the width of the layer, or 256 if that is more.
 
-    Their logits take at most half as much as the weight, or are 256 rows; pieces are equally long.
+    All pieces have this length, but for the last one, which may be shorter.
     """
-    num_pieces = -(-num_rows // max(width // 2, _LEAST_ROWS))
-    return -(-num_rows // max(num_pieces, 1))
+    num_pieces = max(-(-num_rows // max(width // 2, _LEAST_ROWS)), 1)
+    return max(-(-num_rows // num_pieces), 1)
 
 
 def keeps_logits(num_rows: int, width: int, element_bytes: int, *, learns: bool) -> bool:
-    """Whether a forward keeps the gradient of all logits for the backward, because that of the weight, which
-    it would keep instead, is larger. A weight that does not learn has none.
+    """Whether a forward keeps the gradient of all logits for the backward. Instead it could keep the gradient
+    of the weight, which may be larger; a weight that does not learn has none.
     """
-    if num_rows <= rows_at_once(num_rows, width):
-        return True
     return learns and num_rows * element_bytes <= width * max(element_bytes, 4)
+
+
+def loss_arguments(operator: Operator) -> dict[str, Argument]:
+    """The arguments of a cross-entropy or of a fused operator, by torch's names for those of a cross-entropy.
+
+    Of a fused operator, `self` are the hidden states.
+    """
+    given: dict[str, Argument] = {"weight": None, "reduction": MEAN, "ignore_index": _IGNORED}
+    given["label_smoothing"] = 0.0
+    if operator.target == FUSED:
+        hidden, _weight, _bias, targets, _rows, _dtype, reduction, ignored = operator.arguments
+        return given | {"self": hidden, "target": targets, "reduction": reduction, "ignore_index": ignored}
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    return given | dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A graph with its losses fused, as far as they can be. `reason` is why one is not, though its logits are
-    many or it was asked for; None if there is nothing to report.
+    """A graph with its losses fused, as far as they can be. `reason` is why a loss that has many logits, or
+    that was asked for, is not fused; None if there is no such loss.
     """
 
     graph: Graph
@@ -74,8 +87,8 @@ class Fusion:
 def fused(graph: Graph, *, asked: bool | None = None, but: Mapping[str, str] | None = None) -> Fusion:
     """Replace every linear layer that is followed by a cross-entropy; the logits are no output afterwards.
 
-    By default that is done if there are many logits, if `asked` is true for few as well. `but` are weights
-    whose layers must stay apart, each with the reason.
+    By default only losses of many logits are fused; all are if `asked` is true, and none if it is false.
+    `but` are weights whose layers must stay as they are, each with the reason.
     """
     found, reason = graph, _NO_LOSS if asked else None
     has_loss = any(output.name == LOSS for output in graph.outputs)
@@ -119,18 +132,13 @@ class _Match:
                 raise _UnfitError("its cross-entropy is not of what a linear layer gives")
             self.between.insert(0, maker)
             operator = graph.operators[maker]
-            if operator.no_grad or operator.mutates or operator.is_random or operator.is_tuple:
-                raise _UnfitError(
-                    f"{operator.target} lies between the last linear layer and the cross-entropy"
-                )
-            layer = self._layer(operator)
+            is_plain = not (operator.no_grad or operator.mutates or operator.is_random or operator.is_tuple)
+            layer = self._layer(operator) if is_plain else None
             if layer is not None:
                 break
             first = operator.arguments[0] if operator.arguments else None
-            if not isinstance(first, Reference) or [*operator.reads()] != [first.name]:
-                raise _UnfitError(
-                    f"{operator.target} lies between the last linear layer and the cross-entropy"
-                )
+            if not is_plain or not isinstance(first, Reference) or [*operator.reads()] != [first.name]:
+                raise _UnfitError(_BETWEEN.format(operator.target))
             name = first.name
         self.hidden, self.weight, self.bias = layer
         if self.weight in but:
@@ -162,10 +170,7 @@ class _Match:
         )
 
     def _loss_arguments(self, operator: Operator) -> tuple[str, str, int, int]:
-        names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-        given: dict[str, Argument] = {"weight": None, "reduction": MEAN, "ignore_index": _IGNORED}
-        given |= {"label_smoothing": 0.0}
-        given |= dict(zip(names, operator.arguments, strict=False)) | dict(operator.keywords)
+        given = loss_arguments(operator)
         scores, target = given["self"], given["target"]
         reduction, ignored = given["reduction"], given["ignore_index"]
         if given["weight"] is not None or given["label_smoothing"] != 0.0:
@@ -228,13 +233,13 @@ class _Match:
             made = operator.made[0]
             if made.shape[_LAST] != self.vocabulary or before.shape[_LAST] != self.vocabulary:
                 raise _UnfitError(f"{operator.target} between layer and cross-entropy changes what a row is")
-            changed = self._on_rows(operator, len(before.shape))
-            if changed is not None:
-                yield changed
+            on_hidden = self._on_hidden(operator, len(before.shape))
+            if on_hidden is not None:
+                yield on_hidden
             before = made
 
-    def _on_rows(self, operator: Operator, num_axes: int) -> Argument:
-        """An operator on logits as one on hidden states; None if there is nothing to do."""
+    def _on_hidden(self, operator: Operator, num_axes: int) -> Argument:
+        """An operator on logits as an operator on hidden states; None if these can stay as they are."""
         target, given = operator.target, operator.arguments[1:]
         if target in _CASTS:
             return None
@@ -284,7 +289,7 @@ class _Match:
 
 
 def _replaced(graph: Graph, match: _Match) -> Graph:
-    """The graph with one operator for a layer and its loss, and without what else is made of the logits."""
+    """The graph with one operator for a layer and its loss, and without all other results of the logits."""
     loss = match.graph.operators[match.place]
     gone = set(match.derived)
     if match.transpose is not None:
@@ -306,7 +311,6 @@ class FusedWork:
 
     num_rows: int
     width: int
-    vocabulary: int
     element_bytes: int
     dtype: str
     learns: bool
@@ -323,15 +327,11 @@ def fused_work(graph: Graph, operator: Operator, batch: int) -> FusedWork:
     assert isinstance(hidden, Reference)
     assert isinstance(weight, Reference)
     assert isinstance(targets, Reference)
-    values, states = graph.values, {state.name: state for state in graph.parameters}
-    given, wanted = values[hidden.name], values[targets.name]
-    width = evaluate(given.shape[_LAST], batch)
-    held = states.get(weight.name)
-    num_elements = held.num_elements if held is not None else values[weight.name].num_elements(batch)
+    states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
+    given, held = graph.values[hidden.name], states.get(weight.name)
     return FusedWork(
-        num_rows=prod(evaluate(length, batch) for length in wanted.shape),
-        width=width,
-        vocabulary=num_elements // width,
+        num_rows=graph.values[targets.name].num_elements(batch),
+        width=evaluate(given.shape[_LAST], batch),
         element_bytes=given.num_bytes(1) // max(given.num_elements(1), 1),
         dtype=given.dtype,
         learns=held is None or held.trainable,

@@ -1,17 +1,17 @@
 """What runs for the operator of `fused_loss`: a linear layer and its cross-entropy, on pieces of the rows.
 
-A softmax is made in the memory of the logits, and there its gradient. Of the two gradients that the backward
-could go on from, the smaller one is kept:
+The softmax is computed in the memory of the logits, and its gradient overwrites it. The backward continues
+from the smaller of two gradients:
 
   few rows    the gradient of all logits, as large as the logits; two products are left to the backward
   many rows   the gradients of hidden states and weight; logits exist for a piece of the rows at a time
 
-Either way there are the three products of a plain backward, and no fourth. Without gradients there is one,
-piece by piece.
+If the weight does not learn, the gradient of the hidden states is always the smaller one. Both ways take the
+three products of plain operators, and no fourth. Without gradients there is one, piece by piece.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,22 +56,21 @@ def linear_cross_entropy(
     counted = (targets != ignored).sum() if reduction == MEAN else targets.new_ones(())
     factor = counted.to(_wide(hidden.dtype)).reciprocal()
     num_rows, width = hidden.shape
-    learned = [one for one in (hidden, weight, bias) if one is not None and one.requires_grad]
-    keeps = keeps_logits(num_rows, width, hidden.element_size(), learns=weight.requires_grad)
-    loss: Tensor
-    if not torch.is_grad_enabled() or not learned:
+    learns = any(one is not None and one.requires_grad for one in (hidden, weight, bias))
+    of_logits: Callable[..., Tensor] = _KeptLogits.apply
+    of_pieces: Callable[..., Tensor] = _KeptGradients.apply
+    if not torch.is_grad_enabled() or not learns:
         loss = _loss_of_pieces(hidden, weight, bias, targets, factor, ignored)
-    elif keeps:
-        logits = functional.linear(hidden, weight, bias)
-        loss = _KeptLogits.apply(logits, targets, factor, ignored)  # type: ignore[no-untyped-call]
+    elif keeps_logits(num_rows, width, hidden.element_size(), learns=weight.requires_grad):
+        loss = of_logits(functional.linear(hidden, weight, bias), targets, factor, ignored)
     else:
-        loss = _KeptGradients.apply(hidden, weight, bias, targets, factor, ignored)  # type: ignore[no-untyped-call]
+        loss = of_pieces(hidden, weight, bias, targets, factor, ignored)
     return loss.to(dtype)
 
 
 @contextmanager
 def without_gradients() -> Iterator[None]:
-    """In a forward of this thread that is run again before its backward, gradients are not made yet."""
+    """Let forwards of this thread make the loss alone, because they run again before their backward."""
     _local.skips = True
     try:
         yield
@@ -135,7 +134,7 @@ class _KeptGradients(torch.autograd.Function):
         )
         loss = torch.zeros_like(factor)
         num_rows = rows_at_once(*hidden.shape)
-        for begin in range(0, len(hidden), num_rows):
+        for begin in range(0, max(len(hidden), 1), num_rows):
             piece = slice(begin, begin + num_rows)
             logits = functional.linear(hidden[piece], weight, bias)
             loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=True)
@@ -170,14 +169,14 @@ def _loss_of_pieces(
 ) -> Tensor:
     """The loss alone."""
     loss = torch.zeros_like(factor)
-    num_rows = max(rows_at_once(*hidden.shape), 1)
+    num_rows = rows_at_once(*hidden.shape)
     with torch.no_grad():
-        for begin in range(0, len(hidden), num_rows):
+        for begin in range(0, max(len(hidden), 1), num_rows):
             piece = slice(begin, begin + num_rows)
             logits = functional.linear(hidden[piece], weight, bias)
             loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=False)
             del logits
-    return loss if len(hidden) else loss * factor
+    return loss
 
 
 def _softmax_loss(
@@ -216,10 +215,10 @@ def _without_numbers(_logits: Tensor, _targets: Tensor, factor: Tensor, *_: Any,
 # `torch.library.custom_op` would import the compiler at the first call, which takes 80 MiB and 1.6 s.
 
 if not hasattr(torch.ops.bireme, "softmax_loss"):  # else this module was imported before, and is once more
-    _library = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]
-    _library.define(  # type: ignore[no-untyped-call]
+    _library: Any = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    _library.define(
         "softmax_loss(Tensor(a!) logits, Tensor targets, Tensor factor, int ignored, *, bool makes_gradient) "
         "-> Tensor"
     )
-    _library.impl("softmax_loss", _softmax_loss, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    _library.impl("softmax_loss", _without_numbers, "Meta")  # type: ignore[no-untyped-call]
+    _library.impl("softmax_loss", _softmax_loss, "CompositeExplicitAutograd")
+    _library.impl("softmax_loss", _without_numbers, "Meta")
