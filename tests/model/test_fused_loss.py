@@ -27,7 +27,8 @@ from bireme.model.units import units_of
 from bireme.profile.estimate import estimate_unit
 from bireme.profile.profiler import profile
 from bireme.profile.trace import StorageTrace
-from bireme.train.fused_loss import fused_loss_note, with_fused_loss
+from bireme.train.model import with_fused_loss
+from bireme.train.plan_search import fused_loss_note
 from bireme.train.run_file import RunFile
 from tests.support.extent import TRY_ALL
 

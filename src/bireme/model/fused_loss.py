@@ -9,10 +9,12 @@ layer and the loss: they move, drop or scale whole rows, so the hidden states go
 It is data and imports no torch; `fused_operator` is what runs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from bireme.codec.sum_description import GradientForm
 from bireme.model.graph import Argument, Graph, Operator, Reference, Token, Value, evaluate, references
+from bireme.model.units import chosen_maps
 
 FUSED = "bireme.linear_cross_entropy"
 """Takes hidden states, weight, bias, targets, rows, the loss's dtype, reduction, and the ignored target."""
@@ -31,6 +33,8 @@ _LEAST_LOGITS = 2**20
 _NO_LOSS = "the model has no cross-entropy among its operators"
 
 _BETWEEN = "{} lies between its last linear layer and the cross-entropy"
+
+_COMPONENTS = "training.gradient keeps the gradient of its last linear layer as components"
 
 _LEAST_ROWS = 256
 """Rows whose logits are made at once, at least: products of fewer rows are slow."""
@@ -84,11 +88,11 @@ class Fusion:
     reason: str | None = None
 
 
-def fused(graph: Graph, *, asked: bool | None = None, but: Mapping[str, str] | None = None) -> Fusion:
+def fused(graph: Graph, *, asked: bool | None = None, form: GradientForm | None = None) -> Fusion:
     """Replace every linear layer that is followed by a cross-entropy; the logits are no output afterwards.
 
     By default only losses of many logits are fused; all are if `asked` is true, and none if it is false.
-    `but` are weights whose layers must stay as they are, each with the reason.
+    A layer stays as it is if its gradient is kept in a `form`.
     """
     found, reason = graph, _NO_LOSS if asked else None
     has_loss = any(output.name == LOSS for output in graph.outputs)
@@ -100,7 +104,8 @@ def fused(graph: Graph, *, asked: bool | None = None, but: Mapping[str, str] | N
         if not asked and num_logits < _LEAST_LOGITS:
             continue
         try:
-            found, reason = _replaced(found, _Match(graph, place, but or {})), None
+            apart = {} if form is None else chosen_maps(graph, form)
+            found, reason = _replaced(found, _Match(graph, place, apart)), None
         except _UnfitError as error:
             reason = str(error)
             break
@@ -114,7 +119,7 @@ class _UnfitError(ValueError):
 class _Match:
     """A cross-entropy in a graph, with all that leads to it from a linear layer."""
 
-    def __init__(self, graph: Graph, place: int, but: Mapping[str, str]) -> None:
+    def __init__(self, graph: Graph, place: int, apart: Collection[str]) -> None:
         self.graph = graph
         self.place = place
         self.values: Mapping[str, Value] = graph.values
@@ -141,8 +146,8 @@ class _Match:
                 raise _UnfitError(_BETWEEN.format(operator.target))
             name = first.name
         self.hidden, self.weight, self.bias = layer
-        if self.weight in but:
-            raise _UnfitError(but[self.weight])
+        if self.weight in apart:
+            raise _UnfitError(_COMPONENTS)
         self.vocabulary, self.width = self._shape(self.weight)
         self.rows = tuple(self._rows())
         self._check_dtypes()

@@ -15,6 +15,7 @@ from torch.nn import functional
 from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
 from bireme.model.capture import Captures, Inputs, Loss, batch_size, dropouts_of, resized
+from bireme.model.fused_loss import fused
 from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, evaluate, learned_values
 from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
@@ -23,7 +24,6 @@ from bireme.model.units import Unit
 from bireme.model.weights import check_weights, load_weights, materialize
 from bireme.runtime.layout import Weights
 from bireme.train.data.own import own_samples
-from bireme.train.fused_loss import with_fused_loss
 from bireme.train.initial_weights import InitialWeights, read_initial
 from bireme.train.run_file import RunFile
 from bireme.user_code import names_function, reason_of, user_function
@@ -315,6 +315,17 @@ def _own_data(run: RunFile) -> str | None:
     """The function that makes the run's samples; None if they are cut from tokens."""
     first = run.data.mixture[0].source if run.data.mixture else run.data.source or ""
     return first if names_function(first) else None
+
+
+def with_fused_loss(run: RunFile, graph: Graph) -> Graph:
+    """The graph of a run's model as the run trains it. Refuses a fused loss that cannot be."""
+    fusion = fused(graph, asked=run.model.fused_loss, form=run.training.gradient_form)
+    if run.model.fused_loss and fusion.reason is not None:
+        raise BiremeError(
+            f"model.fused_loss is true, but {fusion.reason}. Leave model.fused_loss out; the layer and its "
+            "loss then run one after the other."
+        )
+    return fusion.graph
 
 
 def _loss(run: RunFile) -> Loss | None:

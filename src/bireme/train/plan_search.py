@@ -16,6 +16,7 @@ from bireme.cluster.cluster import Cluster, Overlap
 from bireme.cluster.cluster_file import cluster_hash, load_cluster
 from bireme.codec.sum_description import SumCost
 from bireme.errors import BiremeError
+from bireme.model.fused_loss import fused
 from bireme.model.graph import Graph
 from bireme.plan.forecast import Answer, Candidate, Origin, headroom_bytes
 from bireme.plan.partition.loads import Recompute
@@ -47,7 +48,6 @@ from bireme.schedule.program import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.choices import sync_choices, with_choices
-from bireme.train.fused_loss import fused_loss_note
 from bireme.train.link_codecs import (
     check_boundaries,
     gradient_document,
@@ -544,6 +544,16 @@ class PlannedRun:
             "exports": {},
             **({} if self.graph is None else gradient_document(self.run, self.graph)),
         }
+
+
+def fused_loss_note(run: RunFile, graph: Graph | None) -> list[str]:
+    """A sentence if all logits of a micro-batch are in memory, though they are many."""
+    if graph is None or run.model.fused_loss is not None:
+        return []
+    reason = fused(graph, form=run.training.gradient_form).reason
+    if reason is None:
+        return []
+    return [f"All logits of a micro-batch are in memory at once, because {reason} (model.fused_loss)."]
 
 
 def _misfits(best: Candidate) -> list[str]:

@@ -42,7 +42,6 @@ from bireme.train.choices import with_agreement, with_choices, with_choices_of
 from bireme.train.data.mixture import sources_of
 from bireme.train.data.prepare import RunData, check_sizes
 from bireme.train.folder import RunFolder
-from bireme.train.fused_loss import fused_loss_note
 from bireme.train.initial_weights import InitialWeights, remove_initial
 from bireme.train.link_codecs import (
     check_boundaries,
@@ -59,6 +58,7 @@ from bireme.train.plan_search import (
     Progress,
     check_devices,
     chooses_batch,
+    fused_loss_note,
     is_recorded,
     plan_request_of,
     plans_of,
