@@ -14,6 +14,13 @@ FEWEST_VALUES = 1 << 15
 """For fewer values numba is not imported: that takes longer than it saves on many of them."""
 
 
+LEAST_COMPILED = 1 << 22
+"""Trained elements of a stage from which on its trial steps are a compiled loop, in spite of its memory."""
+
+COMPILER_BYTES = 120 << 20
+"""Memory that numba and a loop that it has loaded take in a process."""
+
+
 def compiled(function: _Function) -> _Function:
     """The function, compiled at its first call and kept on disk; it releases the interpreter's lock."""
     return _compiled(function)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.made_up.models import profile_of
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device, EngineCost
+from bireme.compiled import COMPILER_BYTES, LEAST_COMPILED
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast, PlanKind
 from bireme.plan.partition.loads import Recompute
@@ -224,6 +225,38 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     kinds = [{PlanKind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
     assert kinds[0] == kinds[1]
     assert brief.best.forecast.cost_s_per_sample <= 1.2 * full.best.forecast.cost_s_per_sample
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "shard", "compiling"),
+    [
+        ("2bw-fresh", "adamw", "none", [1]),
+        ("2bw-fresh", "adamw", "optimizer", []),
+        ("2bw-fresh", "muon", "none", []),
+        ("2bw", "adamw", "none", []),
+    ],
+)
+def test_a_stage_whose_trial_steps_are_compiled_holds_a_compiler(
+    schedule: str, optimizer: str, shard: str, compiling: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a stage that is small, and none that is small in each of the replicas that share it."""
+    few, many = 4 * (LEAST_COMPILED - 1), 4 * LEAST_COMPILED
+    profile = profile_of([1, 1], [2, 2], parameter_bytes=[few, many])
+    profile = replace(profile, optimizer=optimizer, device_kind="cpu", engine=EngineCost(1e-4, 1e-4, 1e-4))
+    width = 1 if shard == "none" else 2
+    cluster = Cluster((Server("here", (Device("any", "emulated", 2**40),) * 2 * width),))
+    request = PlanRequest(
+        2 * width, schedule=schedule, depth=2, width=width, micro_batch=1, shard=shard, stage_widths=EQUAL
+    )
+
+    def peaks(has_numba: bool) -> list[float]:
+        monkeypatch.setattr("bireme.plan.search.problem.IS_COMPILED", has_numba)
+        answer = find_plan(profile, cluster, request)
+        assert isinstance(answer, Answer)
+        return [stage.peak_bytes for stage in answer.best.forecast.stages]
+
+    more = [one - other for one, other in zip(peaks(True), peaks(False), strict=True)]
+    assert more == [COMPILER_BYTES if stage in compiling else 0 for stage in range(2)]
 
 
 @pytest.mark.slow

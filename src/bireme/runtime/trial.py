@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 from bireme.codec.lowrank import Product
-from bireme.compiled import IS_COMPILED
+from bireme.compiled import IS_COMPILED, LEAST_COMPILED
 from bireme.runtime.parameter_groups import ALIGNED_ELEMENTS
 from bireme.runtime.stepper import Home, Stepped, Stepper
 
@@ -28,10 +28,6 @@ CHUNK_ELEMENTS = 2**18
 """How much of the weights is tried at a time: 1 MiB in float32, and as much for each copy. It is more where
 an optimizer, as Muon, needs a parameter whole, and everything where it is not known to treat parameters
 apart."""
-
-
-LEAST_COMPILED = 2**22
-"""Elements of a stage from which on numba is worth its import and the 120 MiB that it takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,7 +362,8 @@ class PlanEvaluator:
                 each = [work.kept_bytes(stage, draft) for work in works]
                 longer = zip(counts, seen.counts_of(stage), each, strict=True)
                 more = [(count - fewer) * one for count, fewer, one in longer]
-            sent = [work.sent_bytes(rank, outline.rank_of_stage) for work in works]
+            compiler_bytes = problem.compiler_bytes(draft.rule, outline.width, begin, end)
+            beside = [work.sent_bytes(rank, outline.rank_of_stage) + compiler_bytes for work in works]
             memories = (
                 [timelines[0].memory[seat.rank] for seat in draft.seats() if seat.stage == stage]
                 if outline.stage_widths
@@ -371,9 +372,9 @@ class PlanEvaluator:
             held = [memory.peak_bytes + extra for memory, extra in zip(memories, more, strict=True)]
             apart = [float(problem.process_bytes[device]) for device in row]
             if problem.profile.engine and problem.request.memory is None:
-                held = [one + room for one, room in zip(held, sent, strict=True)]
-            elif problem.profile.engine:  # what is sent lies beside the tier whose limit was asked for
-                apart = [one + room for one, room in zip(apart, sent, strict=True)]
+                held = [one + room for one, room in zip(held, beside, strict=True)]
+            elif problem.profile.engine:  # these lie beside the tier whose limit was asked for
+                apart = [one + room for one, room in zip(apart, beside, strict=True)]
             tightest = min(range(len(row)), key=lambda r: problem.limits[row[r]] - held[r])
             peaks = tuple(one + own for one, own in zip(held, apart, strict=True))
             limits = tuple(problem.limits[device] + own for device, own in zip(row, apart, strict=True))

@@ -17,6 +17,7 @@ from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
 from bireme.cluster.device import NO_ENGINE, Device, Speeds
 from bireme.cluster.symmetry import Symmetry
 from bireme.codec.description import AS_IT_IS, BoundaryCodecs
+from bireme.compiled import COMPILER_BYTES, IS_COMPILED, LEAST_COMPILED
 from bireme.errors import BiremeError
 from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.partition.chain import Chain, Seconds, chain_of
@@ -107,6 +108,15 @@ class PlanningProblem:
         self._merged: dict[tuple[int, int, float, int, bool], Chain] = {}
         self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
         self._stops: dict[tuple[int, int], tuple[float, Overlap]] = {}
+
+    def compiler_bytes(self, rule: Rule, width: int, begin: int, end: int) -> int:
+        """Memory of numba in a process that tries steps of these units of the profile in a compiled loop."""
+        profile = self.profile
+        is_plain_adam = profile.optimizer in ("adam", "adamw") and not profile.master_weights
+        if not (IS_COMPILED and is_plain_adam and rule is Rule.FRESH and profile.device_kind == "cpu"):
+            return 0
+        learned = sum(unit.gradient_bytes for unit in profile.units[begin:end]) // 4
+        return COMPILER_BYTES if learned >= LEAST_COMPILED * self.request.num_sharers(width) else 0
 
     @property
     def num_units(self) -> int:
