@@ -380,9 +380,9 @@ def test_optimizers_that_cannot_be_are_refused(arguments: dict[str, Any], compla
 @pytest.mark.skipif(not IS_COMPILED, reason="needs the extra: install bireme[codecs]")
 @pytest.mark.parametrize("kind", ["adamw", "adam", "adam that decays", "a quick average"])
 def test_a_compiled_trial_has_the_bits_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On x86; elsewhere torch's compiler may round some products apart.
+    """On x86; elsewhere torch's compiler may round some products separately.
 
-    All sizes are multiples of 16: what is left over torch steps element by element.
+    All sizes are multiples of 16: torch steps the remaining elements one by one, with another rounding.
     """
     monkeypatch.setattr(trial_module, "LEAST_COMPILED", 1)
     betas = (0.3 if kind == "a quick average" else 0.9, 0.99)

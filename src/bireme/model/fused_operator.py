@@ -133,10 +133,7 @@ class _KeptGradients(torch.autograd.Function):
             None if one is None else torch.zeros_like(one, dtype=_wide(one.dtype)) for one in given[1:]
         )
         loss = torch.zeros_like(factor)
-        num_rows = rows_at_once(*hidden.shape)
-        for begin in range(0, max(len(hidden), 1), num_rows):
-            piece = slice(begin, begin + num_rows)
-            logits = functional.linear(hidden[piece], weight, bias)
+        for piece, logits in _pieces(hidden, weight, bias):
             loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=True)
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[piece])
@@ -144,7 +141,6 @@ class _KeptGradients(torch.autograd.Function):
                 _add_product(of_weight, logits, hidden[piece])
             if of_bias is not None:
                 of_bias += logits.sum(0, dtype=of_bias.dtype)
-            del logits  # before there are the next
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         return loss
 
@@ -169,14 +165,25 @@ def _loss_of_pieces(
 ) -> Tensor:
     """The loss alone."""
     loss = torch.zeros_like(factor)
-    num_rows = rows_at_once(*hidden.shape)
     with torch.no_grad():
-        for begin in range(0, max(len(hidden), 1), num_rows):
-            piece = slice(begin, begin + num_rows)
-            logits = functional.linear(hidden[piece], weight, bias)
+        for piece, logits in _pieces(hidden, weight, bias):
             loss += _OPERATORS.softmax_loss(logits, targets[piece], factor, ignored, makes_gradient=False)
-            del logits
     return loss
+
+
+def _pieces(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the rows with their logits. All use the same memory: new memory has to be cleared."""
+    num_rows = rows_at_once(*hidden.shape)
+    memory = hidden.new_empty(num_rows, len(weight))
+    for begin in range(0, max(len(hidden), 1), num_rows):
+        piece = slice(begin, begin + num_rows)
+        given = hidden[piece]
+        logits = memory[: len(given)]
+        if bias is None:
+            torch.mm(given, weight.T, out=logits)
+        else:
+            torch.addmm(bias, given, weight.T, out=logits)
+        yield piece, logits
 
 
 def _softmax_loss(

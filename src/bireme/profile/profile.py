@@ -59,9 +59,9 @@ class UnitWork:
 class UnitCost:
     """One unit at one micro-batch size.
 
-    `recompute_backward_s` is a backward that runs the forward again first. It takes for granted that the
-    first forward took `forward_s`, which it does not if it makes no gradients. The two halves of the backward
-    are None where nobody asked for them. `spread` is the width of the middle half of all measurements of
+    `recompute_backward_s` is a backward that runs the forward again first. With `forward_s` it is the time of
+    both forwards and the backward. If a forward makes gradients, the first takes less than `forward_s`, and
+    the second as much more. The two halves of the backward are None where nobody asked for them. `spread` is the width of the middle half of all measurements of
     forward and backward, relative to their median; zero where the seconds are an estimate.
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What

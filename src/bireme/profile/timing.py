@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bireme.devices import is_accelerator, mark, synchronize
 from bireme.errors import BiremeError
+from bireme.model.fused_operator import without_gradients
 from bireme.model.graph import Graph, ModelState, Value, evaluate
 from bireme.model.halves import backward_input
 from bireme.model.stage import StageFunction
@@ -376,9 +377,10 @@ class _Stopwatch:
         bench.backward(results)
         del results
         self._note("backward", clock)
-        with torch.no_grad():
-            bench.forward()
+        with without_gradients():  # as a stage that recomputes runs the first of its two forwards
+            first = bench.forward()
         self._note("again", clock)
+        del first
         if self.halves:
             self._run_halves(clock)
 
@@ -402,7 +404,6 @@ class _Stopwatch:
         took = {what: _seconds_of(laps, self.bench.device) for what, laps in self.laps.items()}
         middle = {what: statistics.median(seconds) for what, seconds in took.items()}
         whole = [f + b for f, b in zip(took["forward"], took["backward"], strict=True)]
-        # A recomputing stage runs one of its two forwards without gradients, which may do less.
         recomputed = [again + b for again, b in zip(took["again"], took["backward"], strict=True)]
         quarters = statistics.quantiles(whole, n=4)
         return Seconds(
