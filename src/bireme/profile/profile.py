@@ -61,8 +61,9 @@ class UnitCost:
 
     `recompute_backward_s` is a backward that runs the forward again first. With `forward_s` it is the time of
     both forwards and the backward. If a forward makes gradients, the first takes less than `forward_s`, and
-    the second as much more. The two halves of the backward are None where nobody asked for them. `spread` is the width of the middle half of all measurements of
-    forward and backward, relative to their median; zero where the seconds are an estimate.
+    the second as much more. The two halves of the backward are None where nobody asked for them. `spread` is
+    the width of the middle half of all measurements of forward and backward, relative to their median; zero
+    where the seconds are an estimate.
 
     `saved_bytes` is what the unit alone keeps for its backward, its parameters and buffers not counted. What
     `shared` names are pieces that its neighbors may know and keep as well, and that are then there once.
