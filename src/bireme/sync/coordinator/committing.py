@@ -3,6 +3,7 @@ next batches have. Each function gives the state with what follows from it.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from bireme.sync.coordinator.messages import (
@@ -13,6 +14,7 @@ from bireme.sync.coordinator.messages import (
     Incarnation,
     Member,
     RankId,
+    Report,
     SumSource,
 )
 from bireme.sync.coordinator.samples import Began, Dealing, Pool, SyncMode
@@ -116,10 +118,7 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     membership = state.membership
     since_s = now_s - state.settings.lease_s
 
-    def stays(one: Member) -> bool:
-        return membership.is_heard(one, since_s) and not all(r.is_leaving for r in membership.reports(one))
-
-    lost = [one for one in membership.members if not stays(one)]
+    lost = [one for one in membership.members if not membership.goes_on(one, since_s)]
     if not lost:
         return state
     left = [one for one in membership.members if one not in lost]
@@ -270,10 +269,10 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
     ready = {
         one.replica: _num_samples(state, line, one.replica)
         for one in membership.members
-        if is_ready(line, membership.reports(one))
-        and membership.confirms(one)
+        if is_ready(line, reports := membership.reports(one))
+        and membership.are_of_epoch(reports)
         and membership.is_heard(one, line.broken_s)
-        and (is_of_means or _is_in_window(state, one.own_life))
+        and (is_of_means or state.is_quorum or _are_in_window(state, reports))
     }
     if state.settings.mode is SyncMode.DILOCO and not is_of_means and not any(ready.values()):
         # Those who drain have nothing to add, but hold what others do.
@@ -299,11 +298,9 @@ def quorum_of(state: CoordinatorState, line: RoundSequence) -> int:
     return num + 1 if state.is_of_means(line) else num // 2 + 1
 
 
-def _is_in_window(state: CoordinatorState, life: Incarnation) -> bool:
+def _are_in_window(state: CoordinatorState, reports: Iterable[Report]) -> bool:
     """Whether all ranks of a replica are past the last mean: what they offered before it is void."""
-    if state.is_quorum:
-        return True
-    windows = [one.window for one in state.membership.reports(life)]
+    windows = [one.window for one in reports]
     return all(one is None or one.number == state.lines[-1].committed for one in windows)
 
 
@@ -393,7 +390,7 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
 
 def num_rounds(state: CoordinatorState, replica: int, line: int, least: int) -> int:
     """How many rounds of a line a replica has; who heals needs none of the first ones."""
-    return max(least, min((one.at(line).committed for one in state.reports(replica)), default=0))
+    return max(least, min([one.at(line).committed for one in state.reports(replica)], default=0))
 
 
 def _sourced(state: CoordinatorState, commit: Commit) -> Commit:

@@ -464,7 +464,7 @@ def _word(state: CoordinatorState) -> CoordinatorReply:
         kept=_kept(state),
         members=membership.members,
         gone=state.gone,
-        voters=tuple(tuple(sorted(own)) for own in membership.voters),
+        voters=tuple(tuple(sorted(own, key=attrgetter("replica", "life"))) for own in membership.voters),
         is_installed=membership.is_installed,
         after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),

@@ -78,7 +78,9 @@ class Membership:
         last = self.heard.get(rank)
         if self.is_over(rank.own_life) or (last is not None and last.report.number >= report.number):
             return self
-        found = self.with_over(Incarnation(rank.replica, rank.life - 1))
+        found = self if last is not None else self.with_over(Incarnation(rank.replica, rank.life - 1))
+        # Looking up an equal key that is another object takes several times as long.
+        rank = _ranks_of(rank.replica, rank.life, self.num_stages)[rank.stage]
         return replace(found, heard=found.heard | {rank: Heard(report, now_s)})
 
     def without(self, life: Incarnation) -> "Membership":
@@ -141,13 +143,24 @@ class Membership:
                 return False
         return True
 
+    def goes_on(self, life: Incarnation | Member, since_s: float) -> bool:
+        """Whether all of its ranks were heard since then or have left, and not all of them have left."""
+        found = [self.heard.get(rank) for rank in _ranks_of(life.replica, life.life, self.num_stages)]
+        # In this order, because it is asked of all members, and nearly all were heard and have not left.
+        return any(one is not None and not one.report.is_leaving for one in found) and all(
+            one is not None and (one.at_s >= since_s or one.report.is_leaving) for one in found
+        )
+
     def is_empty(self, life: Incarnation) -> bool:
         """Whether it has no weights to begin with."""
         return any(one.is_empty for one in self.reports(life))
 
     def confirms(self, life: Incarnation | Member) -> bool:
         """Whether all ranks of an incarnation know this epoch."""
-        reports = self.reports(life)
+        return self.are_of_epoch(self.reports(life))
+
+    def are_of_epoch(self, reports: Collection[Report]) -> bool:
+        """Whether these ranks, if there are any, know this epoch."""
         return bool(reports) and all(one.epoch == self.epoch for one in reports)
 
     def installed(self) -> "Membership":
@@ -162,11 +175,13 @@ class Membership:
     @property
     def num_to_confirm(self) -> int:
         """How many more of its voters must confirm the epoch at least before it is installed."""
+        if self.is_installed:
+            return 0
         missing = [
             len(own) // 2 + 1 - (len(own) % 2 == 0 and not self.is_strict) - sum(map(self.confirms, own))
             for own in self.voters
         ]
-        return 0 if self.is_installed else max(missing, default=0)
+        return max(missing, default=0)
 
     def can_be(self, members: Iterable[Member]) -> bool:
         """Whether an epoch of these members could ever be installed."""
