@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.churning.trace import Kind, Trace, TraceEvent
 from benchmarks.common.command import log
-from benchmarks.home.lab_run import END_S, Lab, Launcher, made_lab, said
+from benchmarks.home.lab_run import Lab, Launcher, ends_of, made_lab, said
 from benchmarks.killing.mortal_run import MortalRun, Round
 from benchmarks.killing.session import living, name_of
 from bireme.errors import BiremeError
@@ -89,6 +89,8 @@ class Churned:
 
 def churned(trace: Trace, calm_s: float) -> Churned:
     """Run over the trace, in as many seconds as it has."""
+    if not trace.fewest:
+        raise BiremeError("The trace has a time in which no machine is there. No run outlives that.")
     count = len(trace.machines)
     rest = _REST.format(machines=count, lease_s=LEASE_S)
     more = {"steps": 1_000_000, "batch": SAMPLES * count, "held_out": 0.0}
@@ -151,10 +153,7 @@ class _Run:
         calm_per_s = _samples(calm) / (calm[-1].at_s - before.at_s)
         moved = self._moved_bytes()
         begin_s, begun = time.time(), len(watched.rounds)
-        there = {one.machine for one in trace.events if one.time_s <= 0 and one.kind is Kind.ARRIVES}
-        absent = [TraceEvent(0.0, one, Kind.LEAVES) for one in self._names if one not in there]
-        events = [*absent, *(one for one in trace.events if one.time_s > 0)]
-        counted = self._for_seconds(trace.end_s, events)
+        counted = self._for_seconds(trace.end_s, trace.from_all_there())
         moved_bytes = None if moved is None else (self._moved_bytes() or 0) - moved
         log(f"the trace ended after {len(counted)} batches")
         statuses, document = self._stop()
@@ -234,16 +233,9 @@ class _Run:
         """Ask the run to end in order; the statuses of the machines that are there, and its document."""
         there = [one for one in self._launchers if one is not None]
         os.kill(there[0].pid, signal.SIGTERM)
-        ends_s = time.monotonic() + END_S
-        try:
-            statuses = [one.wait(max(ends_s - time.monotonic(), 0.0)) for one in there]
-        except TimeoutError:
-            raise BiremeError(f"The run does not end on all machines. They said: {said(there)}") from None
+        found = ends_of(there)
         self._watch.read()
-        if any(statuses):
-            log(said(there))
-        texts = [one.out.read_text() for one in there]
-        return statuses, next((json.loads(text) for text in texts if text), {})
+        return found
 
     def _moved_bytes(self) -> int | None:
         """What the cards of all machines have sent so far."""

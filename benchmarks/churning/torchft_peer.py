@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.churning.real_run import LEASE_S, SAMPLES
-from benchmarks.churning.trace import Kind, Trace, TraceEvent
+from benchmarks.churning.trace import Kind, Trace
 from benchmarks.common.command import log
 from benchmarks.home.lab_run import Lab, made_lab
 from benchmarks.killing.mortal_run import Program
@@ -61,8 +61,7 @@ class _Run:
     def __init__(self, lab: Lab, trace: Trace, python: str, stack: ExitStack) -> None:
         self._lab, self._trace, self._python, self._stack = lab, trace, python, stack
         self._names, self._replicas = trace.machines, dict[str, Program]()
-        self._arrivals: list[tuple[Path, float]] = []
-        self._num_failed = 0
+        self._arrivals, self._num_failed = list[tuple[Path, float]](), 0
         self._lighthouse = f"{self._address(0)}:{lab.port}"
         tool = shutil.which("torchft_lighthouse", path=str(Path(python).parent)) or "torchft_lighthouse"
         times = [f"--heartbeat_timeout_ms={LEASE_S * 1000:.0f}", f"--join_timeout_ms={_JOIN_S * 1000:.0f}"]
@@ -74,8 +73,7 @@ class _Run:
     def _start(self, number: int, words: Sequence[str], name: str) -> Program:
         prefix: tuple[str, ...] = ()
         if self._lab.hosts:  # torchft's servers of checkpoints call each other by the names of hosts
-            named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self._address(number))
-            prefix = (*self._lab.hosts[number].prefix, *named)
+            prefix = self._lab.hosts[number].prefix_as(self._address(number))
         variables = self._lab.variables(number) | {"GLOO_SOCKET_IFNAME": "eth0" if prefix else "lo"}
         out, err = (self._lab.folder / f"{name}.{kind}" for kind in ("out", "err"))
         return self._stack.enter_context(
@@ -101,9 +99,7 @@ class _Run:
         calm_from_s = time.time()
         self._wait_until(calm_from_s + calm_s)
         begin_s = time.time()
-        there = {one.machine for one in self._trace.events if one.time_s <= 0}
-        absent = [TraceEvent(0.0, one, Kind.LOST) for one in self._names if one not in there]
-        for event in [*absent, *(one for one in self._trace.events if one.time_s > 0)]:
+        for event in self._trace.from_all_there():
             self._wait_until(begin_s + event.time_s)
             log(f"torchft, {event.time_s:.1f} s: {event.machine} {event.kind}")
             if event.kind is Kind.ARRIVES:

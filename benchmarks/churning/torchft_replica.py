@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchft  # type: ignore[import-not-found]
-from torchft.ddp import PureDistributedDataParallel  # type: ignore[import-not-found]
+import torchft  # type: ignore[import-not-found]  # only the peer's Python has it
+from torchft.ddp import PureDistributedDataParallel  # type: ignore[import-not-found]  # as above
 
 from benchmarks.home import model as home
 from bireme.runtime.stores import TCPStore

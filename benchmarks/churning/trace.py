@@ -67,6 +67,12 @@ class Trace:
         """How many machines arrive after the start, again or for the first time."""
         return sum(one.kind is Kind.ARRIVES and one.time_s > 0 for one in self.events)
 
+    def from_all_there(self) -> list[TraceEvent]:
+        """The events of a run that all machines begin: one that is not there at the start leaves then."""
+        there = next((there for *_, there in self.steps()), frozenset[str]())
+        absent = [TraceEvent(0.0, one, Kind.LEAVES) for one in self.machines if one not in there]
+        return [*absent, *(one for one in self.events if one.time_s > 0)]
+
     def steps(self) -> Iterator[tuple[float, float, frozenset[str]]]:
         """Begin and end of each time in which the same machines are there, and these machines."""
         there, since_s = set[str](), 0.0
@@ -92,16 +98,6 @@ class Trace:
         """The same with all times multiplied."""
         events = tuple(replace(one, time_s=one.time_s * factor) for one in self.events)
         return Trace(events, self.end_s * factor)
-
-    def among(self, machines: Iterable[str]) -> "Trace":
-        """The events of these machines alone."""
-        kept = frozenset(machines)
-        return Trace(tuple(one for one in self.events if one.machine in kept), self.end_s)
-
-    def until(self, end_s: float) -> "Trace":
-        """What happens before that time."""
-        events = tuple(one for one in self.events if one.time_s < end_s)
-        return Trace(events, min(end_s, self.end_s))
 
 
 def write_trace(trace: Trace, path: Path) -> None:

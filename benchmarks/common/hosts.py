@@ -34,6 +34,10 @@ class Host:
         """The words before a command that runs it in the network of this host."""
         return "ip", "netns", "exec", self.namespace
 
+    def prefix_as(self, name: str) -> tuple[str, ...]:
+        """The words before a command that runs it on this host, which has that name there."""
+        return *self.prefix, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name
+
     def set_cable(self, *, is_plugged: bool) -> None:
         """Pull the cable of this host out of the switch, or plug it in again."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up" if is_plugged else "down")

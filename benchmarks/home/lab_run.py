@@ -124,8 +124,7 @@ class Launcher(Program):
         out, err = (lab.folder / f"{name}-{number}-{turn}" for name in ("out", "err"))
         words = [sys.executable, "-m", "bireme", "train", str(lab.folder / "run.toml"), "--json"]
         if self._host is not None:
-            own_name = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{number}")
-            words = [*self._host.prefix, *own_name, *words]
+            words = [*self._host.prefix_as(f"host-{number}"), *words]
         super().__init__(words, lab.folder, out, err, lab.variables(number))
 
     @property
@@ -168,6 +167,19 @@ class Launcher(Program):
 def said(launchers: Sequence[Launcher]) -> str:
     """The last words of each launcher."""
     return "\n".join(f"[host {n}] {one.err.read_text()[-3000:]}" for n, one in enumerate(launchers))
+
+
+def ends_of(launchers: Sequence[Launcher]) -> tuple[list[int], dict[str, Any]]:
+    """The statuses of launchers that are about to end, and the document of the one with the results."""
+    end_s = time.monotonic() + END_S
+    try:
+        statuses = [one.wait(max(end_s - time.monotonic(), 0.0)) for one in launchers]
+    except TimeoutError:
+        raise BiremeError(f"The run does not end on all hosts. They said: {said(launchers)}") from None
+    if any(statuses):
+        log(said(launchers))
+    texts = [one.out.read_text() for one in launchers]
+    return statuses, next((json.loads(text) for text in texts if text), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,18 +307,9 @@ class LabRun:
                 break
             self.watched.read()
             time.sleep(_POLL_S)
-        end_s = time.monotonic() + END_S
-        try:
-            statuses = [one.wait(max(end_s - time.monotonic(), 0.0)) for one in self._launchers]
-        except TimeoutError:
-            raise BiremeError(
-                f"The run does not end on all hosts. They said: {said(self._launchers)}"
-            ) from None
+        found = ends_of(self._launchers)
         self.watched.read()
-        if any(statuses):
-            log(said(self._launchers))
-        texts = [one.out.read_text() for one in self._launchers]
-        return statuses, next((json.loads(text) for text in texts if text), {})
+        return found
 
 
 @contextmanager

@@ -379,13 +379,15 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
     # But for quorum a snapshot says which rounds are in it.
     heals = {one.replica: state.is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
     needs = dict.fromkeys(state.membership.replicas, 0) | heals
-    return [
-        min(
-            (num_rounds(state, one, line.number, least) for one, least in needs.items()),
-            default=line.committed,
-        )
-        for line in state.lines
-    ]
+    found = []
+    for line in state.lines:
+        lowest = dict[int, int]()
+        for rank, each in state.membership.heard.items():
+            committed = each.report.at(line.number).committed
+            lowest[rank.replica] = min(committed, lowest.get(rank.replica, committed))
+        numbers = (max(least, lowest.get(one, 0)) for one, least in needs.items())
+        found.append(min(numbers, default=line.committed))
+    return found
 
 
 def num_rounds(state: CoordinatorState, replica: int, line: int, least: int) -> int:
