@@ -120,7 +120,7 @@ class Launcher(Program):
     """`bireme train` on one host."""
 
     def __init__(self, lab: "Lab", number: int, turn: int) -> None:
-        self._host = lab.hosts[number] if lab.hosts else None
+        self.number, self._host = number, lab.hosts[number] if lab.hosts else None
         out, err = (lab.folder / f"{name}-{number}-{turn}" for name in ("out", "err"))
         words = [sys.executable, "-m", "bireme", "train", str(lab.folder / "run.toml"), "--json"]
         if self._host is not None:
@@ -166,7 +166,7 @@ class Launcher(Program):
 
 def said(launchers: Sequence[Launcher]) -> str:
     """The last words of each launcher."""
-    return "\n".join(f"[host {n}] {one.err.read_text()[-3000:]}" for n, one in enumerate(launchers))
+    return "\n".join(f"[host {one.number}] {one.err.read_text()[-3000:]}" for one in launchers)
 
 
 def ends_of(launchers: Sequence[Launcher]) -> tuple[list[int], dict[str, Any]]:

@@ -11,6 +11,7 @@ from benchmarks.churn import costs_of, many_row, many_verdicts, quick_trace
 from benchmarks.churning.real_run import Churned, churned, row_of
 from benchmarks.churning.simulated import Costs, Ran, simulated
 from benchmarks.churning.trace import Kind, Market, Trace, TraceEvent, generated
+from bireme.errors import BiremeError
 from bireme.sync.coordinator import coordinator
 from bireme.sync.coordinator.messages import SamplePlaces
 from tests.support.extent import TRY_ALL, examples
@@ -115,6 +116,12 @@ def test_the_clock_takes_what_a_run_has_measured() -> None:
     assert (costs.sample_s, costs.transfer_s, costs.start_s) == (0.05, 2.0, 8.0)
     assert costs_of(replace(RUN, recoveries=(), returns_s=()), 3).start_s == Costs().start_s
     assert costs_of(None, 3) == Costs()
+
+
+def test_no_run_is_begun_over_a_trace_that_leaves_no_machine() -> None:
+    events = [*there("a"), TraceEvent(1.0, "a", Kind.LOST), TraceEvent(2.0, "a", Kind.ARRIVES)]
+    with pytest.raises(BiremeError, match="no machine is there"):
+        churned(Trace(tuple(events), 3.0), 1.0)
 
 
 @pytest.mark.slow

@@ -59,6 +59,13 @@ def test_times_between_departures_are_as_long_as_asked() -> None:
     assert made.count(Kind.LEAVES) / departures == pytest.approx(0.25, abs=0.03)
 
 
+def test_a_run_that_all_machines_begin_loses_at_the_start_those_that_arrive_later() -> None:
+    arrives, lost = Kind.ARRIVES, Kind.LOST
+    late = TraceEvent(3.0, "b", arrives)
+    made = Trace((TraceEvent(0.0, "a", arrives), late, TraceEvent(5.0, "b", lost)), 9.0)
+    assert made.from_all_there() == [TraceEvent(0.0, "b", Kind.LEAVES), *made.events[1:]]
+
+
 def test_a_burst_takes_machines_of_one_zone_together() -> None:
     made = generated(Market(30, 1000.0, 1e9, 50.0, zones=3, burst_every_s=100.0, burst_share=1.0), 3)
     lost = [one for one in made.events if one.kind is Kind.LOST]

@@ -1,30 +1,49 @@
 """How replicas that come become members, and what those are dealt that are late."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bireme.balance import ShareLimits
-from bireme.sync.coordinator.committing import with_heals
-from bireme.sync.coordinator.coordinator import begun
-from bireme.sync.coordinator.messages import Member, RankId, Report, RoundAt
+from bireme.sync.coordinator.committing import committed_rounds, with_heals
+from bireme.sync.coordinator.coordinator import begun, step
+from bireme.sync.coordinator.messages import Absence, Heal, Member, RankId, Report, RoundAt
 from bireme.sync.coordinator.samples import Dealing
-from bireme.sync.coordinator.state import Heard
+from bireme.sync.coordinator.state import CoordinatorState, Heard
 from tests.support.coordinated import settings_for
+
+
+def two_members(committed: Sequence[int]) -> CoordinatorState:
+    """Replicas that have so many sums of nine, the first two of which are members."""
+    state = begun(settings_for(3, 1))
+    heard = {}
+    for replica, number in enumerate(committed):
+        rank = RankId(replica, 0, 0)
+        heard[rank] = Heard(Report(rank, 1, 1, "there", rounds=(RoundAt(committed=number),)), 0.0)
+    members = tuple(Member(replica, 0, ("there",)) for replica in range(2))
+    membership = replace(state.membership, epoch=1, members=members, is_installed=True, heard=heard)
+    return replace(state, membership=membership, lines=(replace(state.lines[0], committed=9),))
 
 
 def test_a_replica_heals_from_one_that_is_not_late_itself() -> None:
     """It could not catch up by the sums of a donor that has them long after the others."""
-    state = begun(settings_for(3, 1))
-    heard = {}
-    for replica, committed in ((0, 5), (1, 8), (2, 0)):
-        rank = RankId(replica, 0, 0)
-        heard[rank] = Heard(Report(rank, 1, 1, "there", rounds=(RoundAt(committed=committed),)), 0.0)
-    members = tuple(Member(replica, 0, ("there",)) for replica in range(2))
-    membership = replace(state.membership, epoch=1, members=members, is_installed=True, heard=heard)
-    state = replace(state, membership=membership, lines=(replace(state.lines[0], committed=9),))
-
-    (heal,) = with_heals(state, 0.5).heals
-
+    (heal,) = with_heals(two_members([5, 8, 0]), 0.5).heals
     assert (heal.replica, heal.donor) == (2, 1)
+
+
+def test_sums_are_kept_until_all_members_have_them_and_by_a_donor_from_the_snapshot_on() -> None:
+    state = two_members([8, 9, 0])
+    assert committed_rounds(state) == [8]
+    state = replace(state, heals=(Heal(2, 1, 6),))
+    assert committed_rounds(state) == committed_rounds(state, donor=1) == [6]
+    assert committed_rounds(state, donor=0) == [8]
+
+
+def test_a_member_of_which_all_ranks_have_left_is_none_at_once() -> None:
+    state = two_members([9, 9, 9])
+    report = Report(RankId(1, 0, 0), 2, 1, "there", rounds=(RoundAt(committed=9),), is_leaving=True)
+    left = step(state, report, 0.1).state
+    assert left.membership.replicas == (0,)
+    assert [one.why for one in left.gone] == [Absence.LEFT]
 
 
 def test_a_hold_up_that_makes_a_replica_late_in_many_rounds_halves_its_share_once() -> None:
