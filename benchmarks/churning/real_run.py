@@ -72,6 +72,7 @@ class Churned:
     """Samples that count in the time of the trace, of those that the machines that were there could train."""
     samples: int
     samples_redone: int
+    """Assigned again in the time of the trace."""
     rounds: int
     returns_s: tuple[float, ...]
     """From each arrival to the first batch that the machine has a part in, if it came to that."""
@@ -152,7 +153,7 @@ class _Run:
             raise BiremeError(f"No batch counts in {calm_s:g} s of calm. The machine is too busy to measure.")
         calm_per_s = _samples(calm) / (calm[-1].at_s - before.at_s)
         moved = self._moved_bytes()
-        begin_s, begun = time.time(), len(watched.rounds)
+        begin_s, begun, last = time.time(), len(watched.rounds), watched.rounds[-1]
         counted = self._for_seconds(trace.end_s, trace.from_all_there())
         moved_bytes = None if moved is None else (self._moved_bytes() or 0) - moved
         log(f"the trace ended after {len(counted)} batches")
@@ -164,7 +165,7 @@ class _Run:
             calm_per_s,
             _samples(counted) / (calm_per_s / count * trace.machine_s),
             _samples(counted),
-            sync.get("samples_redone", 0),
+            redone([last, *counted]),
             len(counted),
             tuple(self._returns(watched.rounds[begun:])),
             tuple(sync.get("recoveries", ())),
@@ -261,6 +262,12 @@ class _Run:
 
 def _samples(rounds: Sequence[Round]) -> int:
     return sum(one.num_samples for one in rounds)
+
+
+def redone(rounds: Sequence[Round]) -> int:
+    """Samples that had to be assigned again after the first of these. Each coordinator counts from 0 on."""
+    counts = [one.returned for one in rounds]
+    return sum(late - early if late >= early else late for early, late in pairwise(counts))
 
 
 def row_of(found: Churned, trace: Trace) -> dict[str, Any]:

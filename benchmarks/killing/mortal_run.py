@@ -111,6 +111,8 @@ class Round:
     members: tuple[int, ...]
     num_samples: int
     at_s: float
+    returned: int = 0
+    """Samples that had to be assigned again so far, as its coordinator counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,8 @@ class MortalRun:
         for line in map(json.loads, whole.splitlines()):
             if line["kind"] == "round":
                 count = sum(end - begin for own in line["samples"] for begin, end in own)
-                self.rounds.append(Round(line["batch"], tuple(line["members"]), count, now_s))
+                members, returned = tuple(line["members"]), line.get("returned", 0)
+                self.rounds.append(Round(line["batch"], members, count, now_s, returned))
             else:
                 self.rounds = [one for one in self.rounds if one.batch < line["batch"]]
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.churn import costs_of, many_row, many_verdicts, quick_trace
-from benchmarks.churning.real_run import Churned, churned, row_of
+from benchmarks.churning.real_run import Churned, churned, redone, row_of
 from benchmarks.churning.simulated import Costs, Ran, simulated
 from benchmarks.churning.trace import Kind, Market, Trace, TraceEvent, generated
+from benchmarks.killing.mortal_run import Round
 from bireme.errors import BiremeError
 from bireme.sync.coordinator import coordinator
 from bireme.sync.coordinator.messages import SamplePlaces
@@ -101,6 +102,11 @@ RUN = Churned(
     is_whole=True,
     left_over=(),
 )
+
+
+def test_samples_that_are_assigned_again_are_counted_over_coordinators_that_take_up() -> None:
+    rounds = [Round(number, (0, 1), 8, 0.0, count) for number, count in enumerate((40, 40, 56, 16, 24))]
+    assert redone(rounds) == 16 + 16 + 8
 
 
 def test_a_row_splits_a_return_into_its_parts() -> None:
