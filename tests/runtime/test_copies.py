@@ -361,7 +361,7 @@ def test_a_bounded_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    pace: Any = keeper_module.Pace(1000.0)
+    limit: Any = keeper_module.RateLimit(1000.0)
     for _ in range(3):
-        pace.wait(500, 0.0)
+        limit.wait(500, 0.0)
     assert waits == [0.5, 1.0, 1.5]

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +18,27 @@ from bireme.runtime.copies.folder_server import (
     fetch_file,
     files_at,
     holders_of,
+    path_within,
+    read_file,
     read_range,
     steps_at,
 )
-from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, TalkServer
 from bireme.train.checkpoint.holders import (
     Holders,
     MachinesNote,
     SpreadTensors,
+    fetch_manifest,
     fetch_manifests,
     find_holders,
     note_machines,
 )
 from bireme.train.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
-from bireme.train.checkpoint.shard import write_shard
+from bireme.train.checkpoint.shard import places_in, write_shard
+from bireme.train.folder import RunFolder
+from bireme.train.rank_part import RunStart
+from bireme.train.rendezvous import Orders
+from bireme.train.run_machines import take_files
 from tests.support.patience import patience_s
 
 DATA = bytes(range(256)) * 40_000
@@ -72,6 +80,31 @@ def manifest_of(step: int, entry: FileEntry) -> Manifest:
         files=[entry],
         machines=["red", "blue", "green"],
     )
+
+
+class _Liar(TalkServer):
+    """A machine that answers each question with the same text, and each request for bytes with the same."""
+
+    def __init__(self, data: bytes = b"", **answers: Any) -> None:
+        def read(talk: KeeperTalk, _asked: dict[str, Any]) -> None:
+            talk.say({})
+            talk.send(data)
+
+        self.acts = {
+            name: lambda talk, _, own=answers: talk.say(own)  # type: ignore[misc]  # `own` has a default
+            for name in ("steps", "tree", "digests")
+        }
+        self.acts["read"] = read
+        super().__init__("liar", patience_s())
+
+
+@contextmanager
+def lying(data: bytes = b"", **answers: Any) -> Iterator[KeeperAddress]:
+    liar = _Liar(data, **answers)
+    try:
+        yield liar.address
+    finally:
+        liar.close()
 
 
 def test_a_file_comes_from_all_that_have_it_at_once_and_from_the_others_if_one_is_gone(
@@ -121,6 +154,126 @@ def test_a_root_is_a_folder_with_all_its_files_or_one_file(tmp_path: Path) -> No
         assert bytes(read_range([server.address], "root-1", 0, 3, patience_s())) == b"two"
     finally:
         server.close()
+
+
+def test_a_file_of_a_root_may_be_a_link_and_a_folder_of_it_may_not(tmp_path: Path) -> None:
+    """A folder of a downloaded model has links to files beside it."""
+    written(tmp_path / "blobs", "one")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model").symlink_to(tmp_path / "blobs" / "one")
+    (snapshot / "all").symlink_to(tmp_path / "blobs")
+    server = FolderServer(patience_s())
+    server.roots = (snapshot,)
+    try:
+        assert files_at(server.address, "root-0", patience_s()) == ["model"]
+        found = digests_at(server.address, ["root-0/model", "root-0/all/one"], patience_s())
+        assert found == (ServedFile(len(DATA), SHA256), None)
+    finally:
+        server.close()
+
+
+def test_a_machine_has_few_files_open_however_many_are_read(tmp_path: Path) -> None:
+    for number in range(70):
+        written(tmp_path, f"{number}", b"some")
+    server = FolderServer(patience_s())
+    server.folder = tmp_path
+    try:
+        for number in range(70):
+            assert bytes(read_range([server.address], f"{number}", 0, 4, patience_s())) == b"some"
+        assert [*server._files] == [f"{number}" for number in range(6, 70)]
+    finally:
+        server.close()
+
+
+OUTSIDE = ["../outside", "a/../../outside", "/outside", "..", "a/\0"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_file_that_another_machine_puts_outside_of_its_folder_is_not_written(
+    name: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    digest = hashlib.sha256(b"bad").hexdigest()
+    with lying(b"bad", files=["good", name], digests=[[3, digest], [3, digest]]) as address:
+        with pytest.raises(BiremeError, match="leads out of"):
+            take_files(RunFolder(run), ["/nowhere/data"], address)
+        with pytest.raises(BiremeError, match="leads out of"):
+            fetch_manifest(run, f"{name}/step-00000004", ServedFile(3, digest), [address])
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert files <= {"runs/run/files/0-data/good"}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leads_out_of_a_folder_is_no_path_in_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BiremeError, match="leads out of"):
+        path_within(tmp_path, name)
+    assert path_within(tmp_path, "a/..b/c") == tmp_path / "a" / "..b" / "c"
+
+
+def test_rank_0_cannot_place_a_checkpoint_outside_of_the_folder_of_the_run(tmp_path: Path) -> None:
+    there = Path("/there/run")
+
+    def orders(checkpoint: Path) -> Orders:
+        start = RunStart(there, checkpoint, threads=None, is_shown=False, words={})
+        return Orders(start, digest="", places=[0], backend="gloo", device="cpu", timeout_s=1.0)
+
+    moved = orders(there / "checkpoints" / "step-00000004").moved(tmp_path).start
+    assert moved.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    with pytest.raises(BiremeError, match="leads out of"):
+        orders(there / ".." / "step-00000004").moved(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../step-00000004", "step-00000004.bak", "step-4", "step-x", "step-00000004/"]
+)
+def test_only_folders_of_checkpoints_are_listed(name: str, tmp_path: Path) -> None:
+    """Someone has copied a checkpoint to another name beside it."""
+    with lying(steps={name: [3, SHA256], "step-00000008": [3, SHA256]}) as address:
+        found = steps_at(address, "checkpoints", "manifest.json", patience_s())
+    assert found == {"step-00000008": ServedFile(3, SHA256)}
+
+
+@pytest.mark.parametrize(
+    "one", [[-1, SHA256], [3, SHA256.upper()], ["3", SHA256], [3, SHA256, 0], {}, [3.5, SHA256], [3, None]]
+)
+def test_a_file_without_length_and_digest_is_not_there(one: object) -> None:
+    with lying(digests=[one], steps={"step-00000004": one}) as address:
+        assert digests_at(address, ["file"], patience_s()) == (None,)
+        assert steps_at(address, "checkpoints", "manifest.json", patience_s()) == {}
+    with lying(digests=[[3, SHA256]]) as address:
+        assert digests_at(address, ["file", "other"], patience_s()) == (None, None)
+
+
+def test_more_bytes_than_were_asked_for_are_refused() -> None:
+    with (
+        lying(b"longer") as address,
+        pytest.raises(BiremeError, match="6 bytes of file came instead of 3"),
+    ):
+        read_range([address], "file", 0, 3, patience_s())
+    with lying(b"bad") as address:
+        with pytest.raises(BiremeError, match="does not have the SHA-256"):
+            read_file([address], "file", ServedFile(3, SHA256), patience_s())
+        with pytest.raises(BiremeError, match="too many"):
+            read_file([address], "file", ServedFile(1 << 50, SHA256), patience_s())
+
+
+def test_a_manifest_is_of_its_step_and_its_machines(tmp_path: Path) -> None:
+    entry = FileEntry(name="rank-0000.safetensors", num_bytes=1, sha256=SHA256, tensors=[])
+    for change in ({"machine": 3}, {"digests": ["0"]}):
+        with pytest.raises(ValueError, match=r"rank-0000\.safetensors lacks"):
+            manifest_of(4, entry.model_copy(update=change))
+    with pytest.raises(BiremeError, match="has 1 bytes, and its tensors have others"):
+        [*places_in(entry)]
+    there = tmp_path / "there" / "step-00000008"
+    there.mkdir(parents=True)
+    write_manifest(there, manifest_of(4, entry))
+    with serving(tmp_path / "there") as addresses:
+        served = steps_at(addresses[0], ".", "manifest.json", patience_s())["step-00000008"]
+        with pytest.raises(BiremeError, match="has the checkpoint of step 4 as step-00000008"):
+            fetch_manifest(tmp_path / "here", "step-00000008", served, addresses)
+    assert not (tmp_path / "here").exists()
 
 
 def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:

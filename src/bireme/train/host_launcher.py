@@ -32,7 +32,7 @@ from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.copies.copier import CopyOrders
-from bireme.runtime.copies.folder_server import digests_at, read_range
+from bireme.runtime.copies.folder_server import digests_at, read_file
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.attended import Attended
@@ -67,7 +67,7 @@ _TOKEN_BYTES = 16
 _WAY_ON = "Start bireme train on all hosts again: the run resumes from its newest checkpoint."
 _END_S = 30.0
 """How long the host that leads at the end may take to write down how the run ended."""
-_WRITTEN_S = 1.0
+_WRITTEN_S, _TRIES = 1.0, 3
 _ASK_S = 5.0
 """How long a coordinator may take to answer a host that has been started again."""
 
@@ -388,11 +388,12 @@ def _ended_elsewhere(folder: RunFolder, own: _UnderWay) -> _UnderWay | None:
 
 def _under_way_at(address: KeeperAddress, folder: RunFolder, own: _UnderWay) -> _UnderWay | None:
     """What another host has of this run; None if it does not answer."""
-    served = digests_at(address, [folder.hosts.name], _ASK_S)[0]
-    with suppress(BiremeError, ValueError):
-        if served is not None:
-            text = read_range([address], folder.hosts.name, 0, served.num_bytes, _ASK_S)
-            found = _UNDER_WAY.validate_json(bytes(text))
+    for _ in range(_TRIES):  # it may be written anew while it is read
+        served = digests_at(address, [folder.hosts.name], _ASK_S)[0]
+        if served is None:
+            break
+        with suppress(BiremeError, ValueError):
+            found = _UNDER_WAY.validate_json(read_file([address], folder.hosts.name, served, _ASK_S))
             return found if _token_of(found) == _token_of(own) else None
     return None
 

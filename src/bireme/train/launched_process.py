@@ -26,6 +26,7 @@ from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
+from bireme.runtime.copies.folder_server import path_within
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
@@ -468,15 +469,20 @@ class _Joined:
         """Where this machine has the run, or will have it."""
         there = orders.folder.path
         runs = there.parent if self._environment.rank == 0 or self._runs is None else self._runs
-        return RunFolder(runs / there.name)
+        return RunFolder(path_within(runs, there.name))
 
     def _fetch(self, orders: Orders, folder: RunFolder) -> None:
         """Have the files of the run in this machine's folder, as rank 0 has them."""
         checkpoint = orders.start.checkpoint
         name = None if checkpoint is None else checkpoint.relative_to(orders.folder.path).as_posix()
         first = KeeperAddress(**self._talk.hear("folder/0"))
-        take_run(folder, name, first)
-        take_files(folder, orders.files, first)
+        try:
+            take_run(folder, name, first)
+            take_files(folder, orders.files, first)
+        except OSError as error:
+            raise BiremeError(
+                f"{folder.path} cannot be written: {error.strerror or error}. Set log.folder."
+            ) from error
         self._folders.served(folder.path)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
+from bireme.runtime.copies.folder_server import path_within
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
@@ -115,7 +116,7 @@ class Orders:
         start = self.start
 
         def place(path: Path) -> Path:
-            return folder / path.relative_to(start.folder)
+            return path_within(folder, path.relative_to(start.folder).as_posix())
 
         checkpoint = None if start.checkpoint is None else place(start.checkpoint)
         passed_over = tuple(map(place, start.passed_over))

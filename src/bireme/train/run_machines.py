@@ -25,12 +25,13 @@ from bireme.runtime.copies.folder_server import (
     digests_at,
     fetch_file,
     files_at,
+    holders_of,
+    path_within,
     ranges,
-    read_range,
     root_name,
     steps_at,
 )
-from bireme.runtime.copies.keeper import KeeperAddress, Pace
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import find_checkpoints, retire, step_of
@@ -40,7 +41,7 @@ from bireme.train.checkpoint.holders import (
     note_machines,
     noted_machines,
 )
-from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, manifest_in, read_manifest
+from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, read_manifest
 from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import INITIAL_FILES
 from bireme.train.run_file import RunFile
@@ -51,6 +52,8 @@ _TIMEOUT_S = 60.0
 _LOOK_S = 1.0
 _GROWING = (LEDGER, "metrics.jsonl")
 """Files to which one machine adds lines while the run trains."""
+_ADDING = threading.Lock()
+"""Held by the thread of this process that adds lines: the mirror, or the end of a run."""
 _OVERLAP_BYTES, _MOST_NEW_BYTES = 256, 4 << 20
 """Compared before lines are added to the own copy of a growing file, and read of it at a time."""
 
@@ -116,7 +119,7 @@ def _add_lines(path: Path, name: str, address: KeeperAddress) -> bool:
     lines = came[own - first : came.rfind(b"\n") + 1]
     if not lines:
         return False
-    with path.open("a+b") as file:
+    with _ADDING, path.open("a+b") as file:
         file.seek(first)
         is_same = file.read() == came[: own - first]
         if is_same:
@@ -166,7 +169,7 @@ def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) ->
             ) from error
         served = digests_at(first, [f"{root}/{name}" for name in names], _TIMEOUT_S)
         for name, one in zip(names, served, strict=True):
-            _take_file(f"{root}/{name}", to / name if name else to, one, first)
+            _take_file(f"{root}/{name}", path_within(to, name), one, first)
         here[path] = str(to)
     write_text_atomically(folder.fetched, json.dumps(here) + "\n")
 
@@ -205,13 +208,11 @@ class Mirror:
     def __init__(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
         self._folder, self._note = folder, note
         self._checkpoints = run.checkpoint.folder
-        self._pace = Pace(run.memory.copy_bytes_per_s)
+        self._limit = RateLimit(run.memory.copy_bytes_per_s)
         num = len(note.addresses)
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self.num_bytes = 0
-        """Fetched so far."""
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bireme mirror", daemon=True)
         self._thread.start()
 
@@ -262,10 +263,7 @@ class Mirror:
                 if step_of(path) <= newest or path.exists():
                     continue
                 where, address = f"{self._checkpoints}/{name}", self._note.addresses[machine]
-                text = read_range([address], f"{where}/{MANIFEST}", 0, served.num_bytes, _TIMEOUT_S)
-                makers = {one.machine for one in manifest_in(bytes(text), path).files}
-                if self._note.own not in makers:
-                    fetch_manifest(self._folder, where, served, [address])
+                fetch_manifest(self._folder, where, served, [address], but=self._note.own)
 
     def _is_gone(self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, ServedFile]]) -> bool:
         """Whether the machines that wrote a checkpoint have deleted it, and have later ones."""
@@ -295,10 +293,9 @@ class Mirror:
     def _fetch(self, entry: FileEntry, to: Path, having: Sequence[KeeperAddress]) -> None:
         name = f"{self._checkpoints}/{to.parent.name}/{entry.name}"
         served = ServedFile(entry.num_bytes, entry.sha256)
-        holders = [one for one in having if digests_at(one, [name], _TIMEOUT_S)[0] == served]
+        holders = holders_of({name: entry.sha256}, having, _TIMEOUT_S)[name]
         if holders:
-            fetch_file(holders, name, to, served, _TIMEOUT_S, self._pace)
-            self.num_bytes += entry.num_bytes
+            fetch_file(holders, name, to, served, _TIMEOUT_S, self._limit)
 
 
 class MachineFolders:

@@ -6,11 +6,13 @@
     read name, range ▶ these bytes, in frames
 
 All names are relative to the folder of the run, so the machines may have it at different paths. A file is
-believed by its SHA-256, which the reader knows from elsewhere or compares between machines.
+believed by its SHA-256, which the reader knows from elsewhere or compares between machines. Neither end takes
+a name that leads out of its folder.
 """
 
 import hashlib
 import os
+import re
 import secrets
 import threading
 import time
@@ -18,18 +20,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, TypeVar
 
+from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, Pace, TalkServer, talk_to
+from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, RateLimit, TalkServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
 
 _PIECE_BYTES = 4 << 20
 """Asked of one machine at a time, if several have a file."""
-_OPEN_S = 60.0
+_OPEN_S, _MOST_OPEN = 60.0, 64
+"""How long files stay open for others to read them piece by piece, and how many."""
+_MOST_AT_ONCE_BYTES = 1 << 28
+"""Of a file that is read into memory whole."""
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+"""The name of the folder of a checkpoint, with its step."""
+_WRONG = "{} of another machine does not have the SHA-256 that it should have."
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DIGEST_S = 3600.0
 """How long a machine may take to read its files for their digests."""
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,14 @@ class ServedFile:
 
     num_bytes: int
     sha256: str
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """The path of a name from another machine. Raises a `BiremeError` if it leads out of the folder."""
+    pure = PurePath(name)
+    if pure.anchor or ".." in pure.parts or "\0" in name:
+        raise BiremeError(f"{name!r} comes from another machine and leads out of {folder}: it is not used.")
+    return folder / pure
 
 
 class FolderServer(TalkServer):
@@ -51,7 +70,7 @@ class FolderServer(TalkServer):
         self._digests: dict[tuple[str, int, int, int], ServedFile] = {}
         """By name, inode, length and time of change."""
         self._files: dict[str, tuple[BinaryIO, float]] = {}
-        """Those that were read last, and when."""
+        """The files that were read last, the newest at the end, and when."""
         self._lock = threading.Lock()
         self.acts = {
             "steps": self._steps,
@@ -62,15 +81,17 @@ class FolderServer(TalkServer):
         super().__init__("bireme folder", timeout_s)
 
     def _path(self, name: str) -> Path:
-        pure, folder = PurePosixPath(name), self.folder
-        first = pure.parts[0] if pure.parts else ""
+        folder, rest = self.folder, name
+        first, _, below = name.partition("/")
         for number, root in enumerate(self.roots):
             if first == root_name(number):
-                folder, pure = root, PurePosixPath(*pure.parts[1:])
-        if folder is None or pure.is_absolute() or ".." in pure.parts:
+                folder, rest = root, below
+        if folder is None:
             raise BiremeError(f"{name} is not served.")
-        path = folder / pure
-        if not path.resolve().is_relative_to(folder.resolve()):
+        path = path_within(folder, rest)
+        # Files of a root may be links, as in the folders of downloaded models.
+        real = path if folder == self.folder or path == folder else path.parent
+        if not real.resolve().is_relative_to(folder.resolve()):
             raise BiremeError(f"{name} is not served.")
         return path
 
@@ -123,13 +144,12 @@ class FolderServer(TalkServer):
         """A file, which stays open while others read it piece by piece: it may be deleted meanwhile."""
         path, now_s = self._path(name), time.monotonic()
         with self._lock:
-            for one, (_, used_s) in tuple(self._files.items()):
-                if used_s + _OPEN_S < now_s:
-                    del self._files[one]
-            found = self._files.get(name)
-            is_current = found is not None and _is_at(found[0], path)
-            file = found[0] if found is not None and is_current else path.open("rb")
+            found, _ = self._files.pop(name, (None, 0.0))
+            file = found if found is not None and _is_at(found, path) else path.open("rb")
             self._files[name] = file, now_s
+            for number, (one, (_, used_s)) in enumerate(tuple(self._files.items())[::-1]):
+                if used_s + _OPEN_S < now_s or number >= _MOST_OPEN:
+                    del self._files[one]
             return file
 
 
@@ -142,7 +162,24 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
     return there.st_ino == os.fstat(file.fileno()).st_ino
 
 
-# The reader's side.
+# The reader's side: nothing is believed that does not look as this version of Bireme writes it.
+
+
+def _answer(talk: KeeperTalk, key: str, kind: type[_Answer], limit_s: float | None = None) -> _Answer:
+    """The value of a key in the next text."""
+    found = talk.hear(limit_s=limit_s).get(key)
+    if not isinstance(found, kind):
+        raise BiremeError(f"Another machine answers without {key}.")
+    return found
+
+
+def _served(found: object) -> ServedFile | None:
+    match found:
+        case None:
+            return None
+        case [int() as num_bytes, str() as sha256] if num_bytes >= 0 and _SHA256.fullmatch(sha256):
+            return ServedFile(num_bytes, sha256)
+    raise BiremeError(f"Another machine announces a file with {found!r} instead of its length and SHA-256.")
 
 
 def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: float) -> dict[str, ServedFile]:
@@ -151,7 +188,8 @@ def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: floa
     """
     with suppress(OSError, BiremeError), talk_to(address, timeout_s) as talk:
         talk.say({"do": "steps", "folder": folder, "manifest": manifest})
-        return {str(name): ServedFile(*one) for name, one in talk.hear()["steps"].items()}
+        steps = {name: _served(one) for name, one in _answer(talk, "steps", dict).items()}
+        return {name: one for name, one in steps.items() if one is not None and STEP_FOLDER.fullmatch(name)}
     return {}
 
 
@@ -164,7 +202,7 @@ def files_at(address: KeeperAddress, root: str, timeout_s: float) -> list[str]:
     """The names of all files in a root of another machine, relative to it; one empty name if it is a file."""
     with talk_to(address, timeout_s) as talk:
         talk.say({"do": "tree", "root": root})
-        return [str(name) for name in talk.hear(limit_s=_DIGEST_S)["files"]]
+        return [str(name) for name in _answer(talk, "files", list, _DIGEST_S)]
 
 
 def digests_at(
@@ -173,8 +211,9 @@ def digests_at(
     """What another machine has at these names; nothing if it does not answer."""
     with suppress(OSError, BiremeError), talk_to(address, timeout_s) as talk:
         talk.say({"do": "digests", "names": [*names]})
-        told = talk.hear(limit_s=_DIGEST_S)["digests"]
-        return tuple(None if one is None else ServedFile(*one) for one in told)
+        found = tuple(map(_served, _answer(talk, "digests", list, _DIGEST_S)))
+        if len(found) == len(names):
+            return found
     return (None,) * len(names)
 
 
@@ -198,21 +237,23 @@ def holders_of(
 
 
 def ranges(
-    address: KeeperAddress, name: str, first: int, end: int, timeout_s: float, pace: Pace | None = None
+    address: KeeperAddress, name: str, first: int, end: int, timeout_s: float, limit: RateLimit | None = None
 ) -> Iterator[bytes]:
     """The bytes of another machine's file from `first` on, without `end` itself; less if the file ends
-    before. With a `pace` they are read in the background.
+    before. With a `limit` they are read in the background.
     """
-    with talk_to(address, timeout_s, is_background=pace is not None) as talk:
+    with talk_to(address, timeout_s, is_background=limit is not None) as talk:
         talk.say({"do": "read", "name": name, "first": first, "end": end})
         talk.hear()
         for begin in range(first, end, CHUNK_BYTES):
-            began_s = time.monotonic()
+            began_s, expected = time.monotonic(), min(CHUNK_BYTES, end - begin)
             chunk = talk.chunk()
-            if pace is not None:
-                pace.wait(len(chunk), time.monotonic() - began_s)
+            if len(chunk) > expected:
+                raise BiremeError(f"{len(chunk)} bytes of {name} came instead of {expected}.")
+            if limit is not None:
+                limit.wait(len(chunk), time.monotonic() - began_s)
             yield chunk
-            if len(chunk) < min(CHUNK_BYTES, end - begin):
+            if len(chunk) < expected:
                 return
 
 
@@ -222,7 +263,7 @@ def read_range(
     first: int,
     num_bytes: int,
     timeout_s: float,
-    pace: Pace | None = None,
+    limit: RateLimit | None = None,
 ) -> bytearray:
     """Bytes of a file, from several machines at once if several have it. Raises a `BiremeError` if none of
     them gives a piece.
@@ -237,7 +278,7 @@ def read_range(
         for address in (*addresses[turn:], *addresses[:turn]):
             at = begin
             try:
-                for chunk in ranges(address, name, first + begin, first + end, timeout_s, pace):
+                for chunk in ranges(address, name, first + begin, first + end, timeout_s, limit):
                     found[at : at + len(chunk)] = chunk
                     at += len(chunk)
             except (OSError, BiremeError) as error:
@@ -254,13 +295,23 @@ def read_range(
     return found
 
 
+def read_file(addresses: Sequence[KeeperAddress], name: str, expected: ServedFile, timeout_s: float) -> bytes:
+    """A small file of other machines. Raises a `BiremeError` if it cannot be read or has another SHA-256."""
+    if expected.num_bytes > _MOST_AT_ONCE_BYTES:
+        raise BiremeError(f"{name} has {bytes_text(expected.num_bytes)} on another machine: too many.")
+    found = bytes(read_range(addresses, name, 0, expected.num_bytes, timeout_s))
+    if hashlib.sha256(found).hexdigest() != expected.sha256:
+        raise BiremeError(_WRONG.format(name))
+    return found
+
+
 def fetch_file(
     addresses: Sequence[KeeperAddress],
     name: str,
     to: Path,
     expected: ServedFile,
     timeout_s: float,
-    pace: Pace | None = None,
+    limit: RateLimit | None = None,
 ) -> None:
     """Put another machine's file at a path: whole, with that SHA-256, or not at all. Raises a `BiremeError`
     if it cannot be had or written.
@@ -271,13 +322,13 @@ def fetch_file(
         with draft.open("xb") as file:
             for begin in range(0, expected.num_bytes, step):
                 length = min(step, expected.num_bytes - begin)
-                piece = read_range(addresses, name, begin, length, timeout_s, pace)
+                piece = read_range(addresses, name, begin, length, timeout_s, limit)
                 digest.update(piece)
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != expected.sha256:
-            raise BiremeError(f"{name} of another machine does not have the SHA-256 that it should have.")
+            raise BiremeError(_WRONG.format(name))
         draft.replace(to)
     except OSError as error:
         raise BiremeError(f"{to} cannot be written: {error.strerror or error}.") from error

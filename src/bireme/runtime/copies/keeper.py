@@ -158,7 +158,7 @@ def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
 # The keeper itself: one thread listens, and each connection has a thread.
 
 
-class Pace:
+class RateLimit:
     """Bounds how fast copies cross the network: to `bytes_per_s`, or to a share of the link's time."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -221,7 +221,7 @@ class Keeper(TalkServer):
 
     def __init__(self, *, bytes_per_s: float | None, timeout_s: float) -> None:
         self.follower: KeeperAddress | None = None
-        self._pace = Pace(bytes_per_s)
+        self._limit = RateLimit(bytes_per_s)
         self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()
         self.acts = {
@@ -310,7 +310,7 @@ class Keeper(TalkServer):
                         message = whole_message(held.copies.chunk(own.version, index))
                 began_s = time.monotonic()
                 num_bytes = talk.send(own.digests[index], message)
-                self._pace.wait(num_bytes, time.monotonic() - began_s)
+                self._limit.wait(num_bytes, time.monotonic() - began_s)
                 sent += num_bytes
             talk.hear()
         return sent

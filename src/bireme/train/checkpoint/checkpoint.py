@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import time
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.runtime.copies.copier import CopySource
+from bireme.runtime.copies.folder_server import STEP_FOLDER
 from bireme.runtime.snapshot import Snapshot, joined
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.holders import Holders, SpreadTensors, find_holders
@@ -156,7 +156,6 @@ def _note(folder: Path) -> dict[str, object]:
     return note if isinstance(note, dict) else {}
 
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _MOST_THREADS = 8
 """That read files at the same time: more only make a disk jump between them."""
 
@@ -241,7 +240,7 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
     What is being written, or was left half written, has another name and is not among them.
     """
     try:
-        found = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     except FileNotFoundError:
         return ()
     except OSError as error:
@@ -254,7 +253,7 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in the folder `path`; its manifest is checked, its files are not read."""
     manifest = read_manifest(path)
-    if _STEP_FOLDER.fullmatch(path.name) and manifest.step != step_of(path):
+    if STEP_FOLDER.fullmatch(path.name) and manifest.step != step_of(path):
         raise BiremeError(
             f"{path} holds the checkpoint of step {manifest.step}: it was renamed. Restore its name."
         )

@@ -6,6 +6,7 @@ machines of the present start serve their folders (`runtime/copies/folder_server
 """
 
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,10 +18,24 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.runtime.copies.folder_server import ServedFile, fetch_file, holders_of, read_range, steps_at
+from bireme.runtime.copies.folder_server import (
+    ServedFile,
+    holders_of,
+    path_within,
+    read_file,
+    read_range,
+    steps_at,
+)
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from bireme.train.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    manifest_in,
+    read_manifest,
+    write_new,
+)
 from bireme.train.checkpoint.shard import SavedTensors, places_in, tensor_digest
 
 MACHINES = "machines.json"
@@ -117,13 +132,33 @@ def fetch_manifests(run: Path, checkpoints: str) -> frozenset[Path]:
     return frozenset(path for path in own.glob("step-*") if _is_minor(path, have.get(path.name, {})))
 
 
-def fetch_manifest(run: Path, name: str, served: ServedFile, holding: Sequence[KeeperAddress]) -> None:
-    """Make the folder of a checkpoint, by its name in the folder of the run, with its manifest in it."""
-    draft = (run / name).with_name(f".draft-{Path(name).name}-{secrets.token_hex(4)}")
-    draft.mkdir(parents=True)
-    fetch_file(holding, f"{name}/{MANIFEST}", draft / MANIFEST, served, _STEP_S)
-    read_manifest(draft)
-    disk.rename(draft, run / name)
+def fetch_manifest(
+    run: Path,
+    name: str,
+    served: ServedFile,
+    holding: Sequence[KeeperAddress],
+    *,
+    but: int | None = None,
+) -> None:
+    """Make the folder of a checkpoint, by its name in the folder of the run, with its manifest in it, unless
+    the machine `but` wrote a part of the checkpoint.
+    """
+    path = path_within(run, name)
+    text = read_file(holding, f"{name}/{MANIFEST}", served, _STEP_S)
+    manifest = manifest_in(text, path / MANIFEST)
+    if path.name != f"step-{manifest.step:08d}":
+        raise BiremeError(f"Another machine has the checkpoint of step {manifest.step} as {path.name}.")
+    if any(one.machine == but for one in manifest.files):
+        return
+    draft = path.with_name(f".draft-{path.name}-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        write_new(draft / MANIFEST, text)
+        disk.rename(draft, path)
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _is_minor(path: Path, versions: Mapping[ServedFile, Sequence[KeeperAddress]]) -> bool:

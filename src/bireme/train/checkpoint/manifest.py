@@ -9,9 +9,9 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from bireme.bounds import bytes_text
 from bireme.documents import validated
@@ -101,6 +101,14 @@ class Manifest(_Document):
     files: list[FileEntry] = Field(min_length=1)
     record: RecordEntry | None = None
     machines: list[str] = Field(default=[], description="names of machines, if these share no folder")
+
+    @model_validator(mode="after")
+    def _check_machines(self) -> Self:
+        """Each file is of one of the machines, and has the digests of its tensors."""
+        for one in self.files if self.machines else ():
+            if one.machine >= len(self.machines) or len(one.digests) != len(one.tensors):
+                raise ValueError(f"{one.name} lacks its machine or the digests of its tensors")
+        return self
 
     @property
     def num_bytes(self) -> int:

@@ -79,8 +79,12 @@ class TensorPlace:
 
 
 def places_in(file: FileEntry) -> Iterator[TensorPlace]:
-    """Where the tensors are in a file that `write_shard` wrote with digests."""
+    """Where the tensors are in a file that `write_shard` wrote with digests. Raises a `BiremeError` if they
+    do not fill it.
+    """
     begin = len(_header(file.tensors, {}))
+    if begin + sum(map(element_bytes, file.tensors)) != file.num_bytes:
+        raise BiremeError(f"{file.name} has {file.num_bytes:,} bytes, and its tensors have others.")
     for entry, digest in zip(file.tensors, file.digests, strict=True):
         yield TensorPlace(entry, begin, element_bytes(entry), digest)
         begin += element_bytes(entry)
