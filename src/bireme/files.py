@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever sees half of one."""
+"""Files: written so that nobody ever sees half of one, and believed by their digests."""
 
 import contextlib
 import ctypes
@@ -6,9 +6,26 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 
 from bireme.errors import BiremeError
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What tells a file's content from every other: its length and its SHA-256 in hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """The path of a name from another machine. Raises a `BiremeError` if it leads out of the folder."""
+    pure = PurePath(name)
+    if pure.anchor or ".." in pure.parts or "\0" in name:
+        raise BiremeError(f"{name!r} comes from another machine and leads out of {folder}: it is not used.")
+    return folder / pure
 
 
 def write_text_atomically(path: Path, text: str) -> None:

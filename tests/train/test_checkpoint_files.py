@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bireme.errors import BiremeError
+from bireme.files import FileDigest
 from bireme.train.checkpoint import disk, shard
 from bireme.train.checkpoint.checkpoint import find_checkpoints, newest_good, open_checkpoint
 from bireme.train.checkpoint.manifest import FileEntry, read_manifest
@@ -269,7 +270,7 @@ def test_a_checkpoint_under_another_steps_name_is_found(folder: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(path: Path) -> disk.FileDigest:
+    def failing(path: Path) -> FileDigest:
         if path.parent.name == "step-00000200" and path.name == "rank-0001.safetensors":
             raise OSError(5, "Input/output error")
         return digest_of(path)

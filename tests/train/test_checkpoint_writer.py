@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.files import FileDigest
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import HashStore, PrefixStore
 from bireme.train.checkpoint import disk
@@ -127,7 +128,7 @@ def test_the_snapshot_is_let_go_of_when_it_is_written(
         def __del__(self) -> None:
             is_freed.set()
 
-    def waiting(path: Path, *, from_disk: bool = False) -> disk.FileDigest:
+    def waiting(path: Path, *, from_disk: bool = False) -> FileDigest:
         assert is_freed.wait(patience_s())
         return digest_of(path, from_disk=from_disk)
 

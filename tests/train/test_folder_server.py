@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.files import FileDigest, path_within
 from bireme.runtime.copies import folder_server
 from bireme.runtime.copies.folder_server import (
     FolderServer,
-    ServedFile,
     digests_at,
     fetch_file,
     files_at,
     holders_of,
-    path_within,
     read_file,
     read_range,
     steps_at,
@@ -115,7 +114,7 @@ def test_a_file_comes_from_all_that_have_it_at_once_and_from_the_others_if_one_i
     folders = [written(tmp_path / str(number)) for number in range(3)]
     with serving(*folders) as addresses:
         (folders[1] / name).unlink()
-        fetch_file(addresses, name, tmp_path / "here", ServedFile(len(DATA), SHA256), patience_s())
+        fetch_file(addresses, name, tmp_path / "here", FileDigest(len(DATA), SHA256), patience_s())
         assert (tmp_path / "here").read_bytes() == DATA
         assert holders_of({name: SHA256}, addresses, patience_s())[name] == (addresses[0], addresses[2])
         assert bytes(read_range(addresses, name, 1_000, 2_000_000, patience_s())) == DATA[1_000:2_001_000]
@@ -123,7 +122,7 @@ def test_a_file_comes_from_all_that_have_it_at_once_and_from_the_others_if_one_i
 
 def test_a_file_that_is_not_what_was_announced_is_not_taken(tmp_path: Path) -> None:
     with serving(written(tmp_path / "there", "file")) as addresses:
-        wrong = ServedFile(len(DATA), hashlib.sha256(b"").hexdigest())
+        wrong = FileDigest(len(DATA), hashlib.sha256(b"").hexdigest())
         with pytest.raises(BiremeError, match="does not have the SHA-256"):
             fetch_file(addresses, "file", tmp_path / "here", wrong, patience_s())
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -168,7 +167,7 @@ def test_a_file_of_a_root_may_be_a_link_and_a_folder_of_it_may_not(tmp_path: Pat
     try:
         assert files_at(server.address, "root-0", patience_s()) == ["model"]
         found = digests_at(server.address, ["root-0/model", "root-0/all/one"], patience_s())
-        assert found == (ServedFile(len(DATA), SHA256), None)
+        assert found == (FileDigest(len(DATA), SHA256), None)
     finally:
         server.close()
 
@@ -200,7 +199,7 @@ def test_a_file_that_another_machine_puts_outside_of_its_folder_is_not_written(
         with pytest.raises(BiremeError, match="leads out of"):
             take_files(RunFolder(run), ["/nowhere/data"], address)
         with pytest.raises(BiremeError, match="leads out of"):
-            fetch_manifest(run, f"{name}/step-00000004", ServedFile(3, digest), [address])
+            fetch_manifest(run, f"{name}/step-00000004", FileDigest(3, digest), [address])
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files <= {"runs/run/files/0-data/good"}
 
@@ -232,7 +231,7 @@ def test_only_folders_of_checkpoints_are_listed(name: str, tmp_path: Path) -> No
     """Someone has copied a checkpoint to another name beside it."""
     with lying(steps={name: [3, SHA256], "step-00000008": [3, SHA256]}) as address:
         found = steps_at(address, "checkpoints", "manifest.json", patience_s())
-    assert found == {"step-00000008": ServedFile(3, SHA256)}
+    assert found == {"step-00000008": FileDigest(3, SHA256)}
 
 
 @pytest.mark.parametrize(
@@ -254,9 +253,9 @@ def test_more_bytes_than_were_asked_for_are_refused() -> None:
         read_range([address], "file", 0, 3, patience_s())
     with lying(b"bad") as address:
         with pytest.raises(BiremeError, match="does not have the SHA-256"):
-            read_file([address], "file", ServedFile(3, SHA256), patience_s())
+            read_file([address], "file", FileDigest(3, SHA256), patience_s())
         with pytest.raises(BiremeError, match="too many"):
-            read_file([address], "file", ServedFile(1 << 50, SHA256), patience_s())
+            read_file([address], "file", FileDigest(1 << 50, SHA256), patience_s())
 
 
 def test_a_manifest_is_of_its_step_and_its_machines(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
-from bireme.runtime.copies.folder_server import path_within
+from bireme.files import path_within
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
+from bireme.files import FileDigest, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
-    ServedFile,
     digests_at,
     fetch_file,
     files_at,
     holders_of,
-    path_within,
     ranges,
     root_name,
     steps_at,
@@ -174,18 +172,17 @@ def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) ->
     write_text_atomically(folder.fetched, json.dumps(here) + "\n")
 
 
-def _take_file(name: str, to: Path, served: ServedFile | None, first: KeeperAddress) -> None:
+def _take_file(name: str, to: Path, served: FileDigest | None, first: KeeperAddress) -> None:
     if served is None:
         raise BiremeError(f"The machine of rank 0 does not serve {name}.")
     with suppress(OSError):
-        found = disk.digest_of(to)
-        if (found.num_bytes, found.sha256) == (served.num_bytes, served.sha256):
+        if disk.digest_of(to) == served:
             return
     to.parent.mkdir(parents=True, exist_ok=True)
     fetch_file([first], name, to, served, _TIMEOUT_S)
 
 
-def _take_manifest(run: Path, name: str, served: ServedFile | None, first: KeeperAddress) -> None:
+def _take_manifest(run: Path, name: str, served: FileDigest | None, first: KeeperAddress) -> None:
     if served is None:
         raise BiremeError(f"The machine of rank 0 does not serve {name}.")
     path = run / name
@@ -253,7 +250,7 @@ class Mirror:
                     retire(path)
                 has_later |= is_whole
 
-    def _fetch_manifests(self, there: Mapping[int, Mapping[str, ServedFile]]) -> None:
+    def _fetch_manifests(self, there: Mapping[int, Mapping[str, FileDigest]]) -> None:
         """The manifests of newer checkpoints that this machine has no part in: its ranks write the others."""
         own = find_checkpoints(self._folder / self._checkpoints)
         newest = step_of(own[-1]) if own else -1
@@ -265,7 +262,7 @@ class Mirror:
                 where, address = f"{self._checkpoints}/{name}", self._note.addresses[machine]
                 fetch_manifest(self._folder, where, served, [address], but=self._note.own)
 
-    def _is_gone(self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, ServedFile]]) -> bool:
+    def _is_gone(self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, FileDigest]]) -> bool:
         """Whether the machines that wrote a checkpoint have deleted it, and have later ones."""
         makers = {one.machine for one in manifest.files}
         if self._note.own in makers or not manifest.machines:
@@ -278,7 +275,7 @@ class Mirror:
         )
 
     def _fetch_files(
-        self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, ServedFile]]
+        self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, FileDigest]]
     ) -> None:
         for entry in self._kept(manifest):
             to = path / entry.name
@@ -292,7 +289,7 @@ class Mirror:
 
     def _fetch(self, entry: FileEntry, to: Path, having: Sequence[KeeperAddress]) -> None:
         name = f"{self._checkpoints}/{to.parent.name}/{entry.name}"
-        served = ServedFile(entry.num_bytes, entry.sha256)
+        served = FileDigest(entry.num_bytes, entry.sha256)
         holders = holders_of({name: entry.sha256}, having, _TIMEOUT_S)[name]
         if holders:
             fetch_file(holders, name, to, served, _TIMEOUT_S, self._limit)

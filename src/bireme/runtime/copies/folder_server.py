@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
+from bireme.files import FileDigest, path_within
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, RateLimit, TalkServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
 
@@ -43,22 +43,6 @@ _DIGEST_S = 3600.0
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class ServedFile:
-    """What a machine has at a name."""
-
-    num_bytes: int
-    sha256: str
-
-
-def path_within(folder: Path, name: str) -> Path:
-    """The path of a name from another machine. Raises a `BiremeError` if it leads out of the folder."""
-    pure = PurePath(name)
-    if pure.anchor or ".." in pure.parts or "\0" in name:
-        raise BiremeError(f"{name!r} comes from another machine and leads out of {folder}: it is not used.")
-    return folder / pure
-
-
 class FolderServer(TalkServer):
     """Serves the files of a folder. There are none while `folder` is None, or if it does not exist. The other
     `roots`, which are files or folders, are served too, under the names `root-0`, `root-1` …
@@ -67,7 +51,7 @@ class FolderServer(TalkServer):
     def __init__(self, timeout_s: float) -> None:
         self.folder: Path | None = None
         self.roots: tuple[Path, ...] = ()
-        self._digests: dict[tuple[str, int, int, int], ServedFile] = {}
+        self._digests: dict[tuple[str, int, int, int], FileDigest] = {}
         """By name, inode, length and time of change."""
         self._files: dict[str, tuple[BinaryIO, float]] = {}
         """The files that were read last, the newest at the end, and when."""
@@ -115,14 +99,14 @@ class FolderServer(TalkServer):
             found.append(None if one is None else [one.num_bytes, one.sha256])
         talk.say({"digests": found})
 
-    def _digest(self, name: str) -> ServedFile | None:
+    def _digest(self, name: str) -> FileDigest | None:
         try:
             with self._path(name).open("rb") as file:
                 about = os.fstat(file.fileno())
                 key = name, about.st_ino, about.st_size, about.st_mtime_ns
                 if key not in self._digests:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    self._digests[key] = ServedFile(about.st_size, digest)
+                    self._digests[key] = FileDigest(about.st_size, digest)
                 return self._digests[key]
         except (OSError, BiremeError):
             return None
@@ -173,16 +157,16 @@ def _answer(talk: KeeperTalk, key: str, kind: type[_Answer], limit_s: float | No
     return found
 
 
-def _served(found: object) -> ServedFile | None:
+def _served(found: object) -> FileDigest | None:
     match found:
         case None:
             return None
         case [int() as num_bytes, str() as sha256] if num_bytes >= 0 and _SHA256.fullmatch(sha256):
-            return ServedFile(num_bytes, sha256)
+            return FileDigest(num_bytes, sha256)
     raise BiremeError(f"Another machine announces a file with {found!r} instead of its length and SHA-256.")
 
 
-def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: float) -> dict[str, ServedFile]:
+def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: float) -> dict[str, FileDigest]:
     """The checkpoints in a folder of another machine, with the file `manifest` of each; none if the machine
     does not answer.
     """
@@ -207,7 +191,7 @@ def files_at(address: KeeperAddress, root: str, timeout_s: float) -> list[str]:
 
 def digests_at(
     address: KeeperAddress, names: Sequence[str], timeout_s: float
-) -> tuple[ServedFile | None, ...]:
+) -> tuple[FileDigest | None, ...]:
     """What another machine has at these names; nothing if it does not answer."""
     with suppress(OSError, BiremeError), talk_to(address, timeout_s) as talk:
         talk.say({"do": "digests", "names": [*names]})
@@ -295,7 +279,7 @@ def read_range(
     return found
 
 
-def read_file(addresses: Sequence[KeeperAddress], name: str, expected: ServedFile, timeout_s: float) -> bytes:
+def read_file(addresses: Sequence[KeeperAddress], name: str, expected: FileDigest, timeout_s: float) -> bytes:
     """A small file of other machines. Raises a `BiremeError` if it cannot be read or has another SHA-256."""
     if expected.num_bytes > _MOST_AT_ONCE_BYTES:
         raise BiremeError(f"{name} has {bytes_text(expected.num_bytes)} on another machine: too many.")
@@ -309,7 +293,7 @@ def fetch_file(
     addresses: Sequence[KeeperAddress],
     name: str,
     to: Path,
-    expected: ServedFile,
+    expected: FileDigest,
     timeout_s: float,
     limit: RateLimit | None = None,
 ) -> None:

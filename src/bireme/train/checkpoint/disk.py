@@ -7,22 +7,15 @@ import contextlib
 import errno
 import hashlib
 import os
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+
+from bireme.files import FileDigest
 
 CHUNK_BYTES = 4 << 20
 """Read and written at once: much for a disk, and little compared with what a rank holds."""
 _REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
 """What file systems say that have no syncing of folders."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """What tells a file's content from every other: its length and its SHA-256 in hexadecimal digits."""
-
-    num_bytes: int
-    sha256: str
 
 
 def create(path: Path) -> FileIO:

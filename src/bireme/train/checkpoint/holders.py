@@ -17,11 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
+from bireme.files import FileDigest, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
-    ServedFile,
     holders_of,
-    path_within,
     read_file,
     read_range,
     steps_at,
@@ -121,7 +119,7 @@ def fetch_manifests(run: Path, checkpoints: str) -> frozenset[Path]:
     """Fetch the manifests of the newest checkpoints that other machines have and this one has not. Returns
     the folders of those here that fewer than half of their machines have: these were never complete.
     """
-    own, have = run / checkpoints, dict[str, dict[ServedFile, list[KeeperAddress]]]()
+    own, have = run / checkpoints, dict[str, dict[FileDigest, list[KeeperAddress]]]()
     for address in other_machines(run):
         for name, served in steps_at(address, checkpoints, MANIFEST, _STEP_S).items():
             have.setdefault(name, {}).setdefault(served, []).append(address)
@@ -135,7 +133,7 @@ def fetch_manifests(run: Path, checkpoints: str) -> frozenset[Path]:
 def fetch_manifest(
     run: Path,
     name: str,
-    served: ServedFile,
+    served: FileDigest,
     holding: Sequence[KeeperAddress],
     *,
     but: int | None = None,
@@ -161,7 +159,7 @@ def fetch_manifest(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _is_minor(path: Path, versions: Mapping[ServedFile, Sequence[KeeperAddress]]) -> bool:
+def _is_minor(path: Path, versions: Mapping[FileDigest, Sequence[KeeperAddress]]) -> bool:
     """Whether fewer than half of the machines of a checkpoint have its manifest."""
     with suppress(OSError, BiremeError):
         manifest, sha256 = read_manifest(path), disk.digest_of(path / MANIFEST).sha256

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.files import FileDigest
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
 
@@ -95,7 +96,7 @@ def write_tensors(
     entries: Sequence[TensorEntry],
     tensors: Mapping[str, Tensor],
     about: Mapping[str, str] | None = None,
-) -> disk.FileDigest:
+) -> FileDigest:
     """Write a new file of these tensors in this order, and return when it is on the disk.
 
     Each is asked for when it is to be written, and is let go of before the next one: a mapping that reads
@@ -113,7 +114,7 @@ def write_tensors(
                 disk.write(file, data[begin : begin + disk.CHUNK_BYTES])
             del data
         disk.sync(file)
-    return disk.FileDigest(num_bytes, digest.hexdigest())
+    return FileDigest(num_bytes, digest.hexdigest())
 
 
 def _checked_bytes(entry: TensorEntry, tensor: Tensor) -> memoryview:
