@@ -22,7 +22,7 @@ from bireme.runtime.copies.folder_server import (
     read_range,
     steps_at,
 )
-from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, TalkServer
+from bireme.runtime.copies.keeper import KeeperAddress, RequestConnection, RequestServer, talk_to
 from bireme.train.checkpoint.holders import (
     Holders,
     MachinesNote,
@@ -81,11 +81,11 @@ def manifest_of(step: int, entry: FileEntry) -> Manifest:
     )
 
 
-class _Liar(TalkServer):
+class _Liar(RequestServer):
     """A machine that answers each question with the same text, and each request for bytes with the same."""
 
     def __init__(self, data: bytes = b"", **answers: Any) -> None:
-        def read(talk: KeeperTalk, _asked: dict[str, Any]) -> None:
+        def read(talk: RequestConnection, _asked: dict[str, Any]) -> None:
             talk.say({})
             talk.send(data)
 
@@ -243,6 +243,20 @@ def test_a_file_without_length_and_digest_is_not_there(one: object) -> None:
         assert steps_at(address, "checkpoints", "manifest.json", patience_s()) == {}
     with lying(digests=[[3, SHA256]]) as address:
         assert digests_at(address, ["file", "other"], patience_s()) == (None, None)
+    with lying(error="of the liar") as address, pytest.raises(BiremeError, match="of the liar"):
+        files_at(address, "root-0", patience_s())
+
+
+def test_a_text_that_is_no_request_is_answered_with_an_error(tmp_path: Path) -> None:
+    texts: list[Any] = [{"do": "delete"}, {}, [1]]
+    with serving(tmp_path) as (address,):
+        for text in texts:
+            with (
+                talk_to(address, patience_s()) as talk,
+                pytest.raises(BiremeError, match=r"no request|no JSON object"),
+            ):
+                talk.say(text)
+                talk.hear()
 
 
 def test_more_bytes_than_were_asked_for_are_refused() -> None:

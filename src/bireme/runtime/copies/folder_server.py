@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
 from bireme.files import FileDigest, path_within
-from bireme.runtime.copies.keeper import KeeperAddress, KeeperTalk, RateLimit, TalkServer, talk_to
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
 
 _PIECE_BYTES = 4 << 20
@@ -43,7 +43,7 @@ _DIGEST_S = 3600.0
 _Answer = TypeVar("_Answer")
 
 
-class FolderServer(TalkServer):
+class FolderServer(RequestServer):
     """Serves the files of a folder. There are none while `folder` is None, or if it does not exist. The other
     `roots`, which are files or folders, are served too, under the names `root-0`, `root-1` …
     """
@@ -79,20 +79,20 @@ class FolderServer(TalkServer):
             raise BiremeError(f"{name} is not served.")
         return path
 
-    def _tree(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _tree(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         root = self._path(asked["root"])
         paths = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
         found = [(path.relative_to(root).as_posix(), path) for path in paths]
         talk.say({"files": [name if path != root else "" for name, path in found]})
 
-    def _steps(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _steps(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         folder, names = str(asked["folder"]), list[str]()
         with suppress(OSError, BiremeError):
             names = sorted(path.name for path in self._path(folder).glob("step-*"))
         served = ((name, self._digest(f"{folder}/{name}/{asked['manifest']}")) for name in names)
         talk.say({"steps": {name: [one.num_bytes, one.sha256] for name, one in served if one is not None}})
 
-    def _list_digests(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _list_digests(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         found: list[list[Any] | None] = []
         for name in asked["names"]:
             one = self._digest(name)
@@ -111,7 +111,7 @@ class FolderServer(TalkServer):
         except (OSError, BiremeError):
             return None
 
-    def _read(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _read(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         name, first, end = asked["name"], int(asked["first"]), int(asked["end"])
         try:
             file = self._opened(name)
@@ -149,7 +149,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 # The reader's side: nothing is believed that does not look as this version of Bireme writes it.
 
 
-def _answer(talk: KeeperTalk, key: str, kind: type[_Answer], limit_s: float | None = None) -> _Answer:
+def _answer(talk: RequestConnection, key: str, kind: type[_Answer], limit_s: float | None = None) -> _Answer:
     """The value of a key in the next text."""
     found = talk.hear(limit_s=limit_s).get(key)
     if not isinstance(found, kind):

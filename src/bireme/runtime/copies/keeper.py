@@ -53,14 +53,18 @@ class KeeperAddress:
     key: str
 
 
-class KeeperTalk(TensorConnection):
-    """Texts and chunks on a connection to a keeper."""
+class RequestConnection(TensorConnection):
+    """Texts and chunks on a connection to a `RequestServer`."""
 
     def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
-        """The next text. Raises a `BiremeError` if it says what went wrong at the other end."""
-        found = super().hear(limit_s=limit_s)
+        """The next text. Raises a `BiremeError` if it is an error at the other end, or no JSON object."""
+        found = None
+        with suppress(ValueError):
+            found = super().hear(limit_s=limit_s)
+        if not isinstance(found, dict):
+            raise BiremeError("Another process sent a text that is no JSON object.")
         if "error" in found:
-            raise BiremeError(found["error"])
+            raise BiremeError(str(found["error"]))
         return found
 
     def chunk(self) -> bytes:
@@ -78,14 +82,16 @@ class KeeperTalk(TensorConnection):
 
 
 @contextmanager
-def talk_to(keeper: KeeperAddress, timeout_s: float, *, is_background: bool = False) -> Iterator[KeeperTalk]:
+def talk_to(
+    keeper: KeeperAddress, timeout_s: float, *, is_background: bool = False
+) -> Iterator[RequestConnection]:
     """A connection to a keeper; one in the background yields to all others of the host."""
     made = call(keeper.address, keeper.key, b"", min(_CALL_S, timeout_s))
     with made:
         if is_background and hasattr(socket, "SO_PRIORITY"):
             with suppress(OSError):
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _FILLER)
-        yield KeeperTalk(made, timeout_s)
+        yield RequestConnection(made, timeout_s)
 
 
 # The versions at keepers, as a start of the run lists them.
@@ -184,12 +190,12 @@ class _Held:
         self.copies, self.lock = ShardCopies(), threading.Lock()
 
 
-class TalkServer:
+class RequestServer:
     """Answers a request on each connection at `address` until it is closed; `acts` has the function for each
     kind of request.
     """
 
-    acts: Mapping[str, Callable[[KeeperTalk, dict[str, Any]], None]]
+    acts: Mapping[str, Callable[[RequestConnection, dict[str, Any]], None]]
 
     def __init__(self, name: str, timeout_s: float) -> None:
         doorway = Doorway()
@@ -205,16 +211,20 @@ class TalkServer:
         threading.Thread(target=self._serve, args=(caller.socket,), name="bireme copies", daemon=True).start()
 
     def _serve(self, made: socket.socket) -> None:
-        talk = KeeperTalk(made, self._timeout_s)
+        talk = RequestConnection(made, self._timeout_s)
         with made, suppress(OSError):
             try:
                 asked = talk.hear()
-                self.acts[asked["do"]](talk, asked)
+                self.acts.get(str(asked.get("do")), _refuse)(talk, asked)
             except BiremeError as error:
                 talk.say({"error": str(error)})
 
 
-class Keeper(TalkServer):
+def _refuse(_talk: RequestConnection, asked: dict[str, Any]) -> None:
+    raise BiremeError(f"{asked.get('do')!r} is no request that this process answers.")
+
+
+class Keeper(RequestServer):
     """Holds copies, and serves them. `follower` is the keeper of the next host, which gets a copy of what the
     ranks of this host give.
     """
@@ -237,22 +247,22 @@ class Keeper(TalkServer):
         with self._lock:
             return self._held.setdefault(shard, _Held())
 
-    def _follow(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _follow(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         """Send copies to another keeper from now on, or to none."""
         self.follower = None if asked["follower"] is None else KeeperAddress(**asked["follower"])
         talk.say({})
 
-    def _keep(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _keep(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         """Take a version from a rank of this host, and send it on."""
         held, own = self._taken(talk, asked, is_coded=False)
         talk.say({"sent_bytes": self._sent_on(talk, held, own, asked)})
 
-    def _hold(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _hold(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         """Take a version from the keeper of another host."""
         self._taken(talk, asked, is_coded=True)
 
     def _taken(
-        self, talk: KeeperTalk, asked: dict[str, Any], *, is_coded: bool
+        self, talk: RequestConnection, asked: dict[str, Any], *, is_coded: bool
     ) -> tuple[_Held, ShardVersion]:
         """A version that comes in as chunks, or as messages that another keeper has coded."""
         held = self._of(asked["shard"])
@@ -275,7 +285,7 @@ class Keeper(TalkServer):
         talk.say({"taken": True})
         return held, coming
 
-    def _sent_on(self, talk: KeeperTalk, held: _Held, own: ShardVersion, asked: dict[str, Any]) -> int:
+    def _sent_on(self, talk: RequestConnection, held: _Held, own: ShardVersion, asked: dict[str, Any]) -> int:
         """Send a version on until the next keeper has it, and report trouble to the rank; returns the bytes.
         Without a next keeper there is nothing to send.
         """
@@ -315,7 +325,7 @@ class Keeper(TalkServer):
             talk.hear()
         return sent
 
-    def _list(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _list(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         found = []
         for shard, held in sorted(self._held.items()):
             with held.lock:
@@ -333,7 +343,7 @@ class Keeper(TalkServer):
                 ]
         talk.say({"shards": found})
 
-    def _read(self, talk: KeeperTalk, asked: dict[str, Any]) -> None:
+    def _read(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         """Send chunks of a whole version, as they are."""
         held, version = self._of(asked["shard"]), _version(asked)
         for index in range(asked["first"], asked["end"]):
