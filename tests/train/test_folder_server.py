@@ -247,16 +247,12 @@ def test_a_file_without_length_and_digest_is_not_there(one: object) -> None:
         files_at(address, "root-0", patience_s())
 
 
-def test_a_text_that_is_no_request_is_answered_with_an_error(tmp_path: Path) -> None:
-    texts: list[Any] = [{"do": "delete"}, {}, [1]]
-    with serving(tmp_path) as (address,):
-        for text in texts:
-            with (
-                talk_to(address, patience_s()) as talk,
-                pytest.raises(BiremeError, match=r"no request|no JSON object"),
-            ):
-                talk.say(text)
-                talk.hear()
+@pytest.mark.parametrize("text", [{"do": "delete"}, {}, [1]])
+def test_a_text_that_is_no_request_is_answered_with_an_error(text: Any, tmp_path: Path) -> None:
+    with serving(tmp_path) as (address,), talk_to(address, patience_s()) as talk:
+        talk.say(text)
+        with pytest.raises(BiremeError, match=r"no request|no JSON object"):
+            talk.hear()
 
 
 def test_more_bytes_than_were_asked_for_are_refused() -> None:

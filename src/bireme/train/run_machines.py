@@ -205,7 +205,8 @@ class Mirror:
     def __init__(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
         self._folder, self._note = folder, note
         self._checkpoints = run.checkpoint.folder
-        self._limit = RateLimit(run.memory.copy_bytes_per_s)
+        self._limit: RateLimit | None = RateLimit(run.memory.copy_bytes_per_s)
+        self._has_rate = run.memory.copy_bytes_per_s is not None
         num = len(note.addresses)
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
@@ -214,7 +215,11 @@ class Mirror:
         self._thread.start()
 
     def finish(self) -> None:
-        """Return once this machine has all that it keeps copies of, or cannot have it now."""
+        """Return once this machine has all that it keeps copies of, or cannot have it now. Training is over,
+        so only a rate that the user has set still holds.
+        """
+        if not self._has_rate:
+            self._limit = None
         self._over.set()
         self._thread.join()
         with suppress(OSError, BiremeError):

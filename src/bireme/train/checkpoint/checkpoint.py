@@ -277,7 +277,7 @@ def newest_good(
         try:
             checkpoint = open_checkpoint(found[index])
             if found[index] in but:
-                sentences = (f"{found[index]} is not complete: less than half of its machines have it.",)
+                sentences = (f"{found[index]} is not complete: fewer than half of its machines have it.",)
             elif checkpoint.manifest.machines:
                 checkpoint, sentences = checkpoint.with_holders(on_bad), ()
             else:
