@@ -18,6 +18,7 @@ from bireme.train.checkpoint.writer import (
     CheckpointSaved,
     CheckpointWarning,
     CheckpointWriter,
+    SpreadPlace,
 )
 from tests.support.together import run_threads
 
@@ -108,19 +109,23 @@ def ranks(
     keep: int = 2,
     resumed_from: Checkpoint | None = None,
     timeout_s: float = 60.0,
+    store: HashStore | None = None,
+    is_spread: bool = False,
 ) -> Iterator[Ranks]:
-    """A run's writers, as threads."""
-    store, events = HashStore(), [list[CheckpointEvent]() for _ in range(num_ranks)]
+    """A run's writers, as threads. If it is spread, each is a machine with its own folder in `folder`."""
+    store, events = store or HashStore(), [list[CheckpointEvent]() for _ in range(num_ranks)]
 
     def opened(rank: int) -> CheckpointWriter:
+        names = tuple(map(str, range(num_ranks)))
         return CheckpointWriter(
-            folder,
+            folder / names[rank] if is_spread else folder,
             rank,
             num_ranks,
             PrefixStore("run", store),
             keep=keep,
             on_event=events[rank].append,
             resumed_from=resumed_from if rank == 0 else None,
+            place=SpreadPlace(names, rank, is_first=True) if is_spread else None,
             timeout_s=timeout_s,
         )
 

@@ -1,5 +1,6 @@
 """Writing checkpoints during training: it waits for its turn and for nothing else, and forgets nothing."""
 
+import errno
 import gc
 import threading
 from collections.abc import Callable
@@ -46,6 +47,36 @@ def test_what_all_ranks_saved_is_one_checkpoint(num_ranks: int, tmp_path: Path) 
         (event,) = events
         assert isinstance(event, CheckpointSaved)
         assert (event.step, event.folder, event.num_bytes) == (300, found.folder, found.manifest.num_bytes)
+
+
+@pytest.mark.parametrize("num_full", [0, 1, 2])
+def test_a_checkpoint_of_machines_that_share_no_folder_counts_if_most_have_its_manifest(
+    num_full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, full = disk.rename, [tmp_path / str(number) for number in (1, 2)[:num_full]]
+
+    def renamed(old: Path, new: Path) -> None:
+        if new.parent in full and new.name == "step-00000008":
+            raise OSError(errno.ENOSPC, "no space")
+        rename(old, new)
+
+    monkeypatch.setattr(disk, "rename", renamed)
+    store = HashStore()
+    with ranks(tmp_path, 3, is_spread=True, store=store) as run:
+        run.save(4)
+        run.save(8)
+        num_keys = store.num_keys()
+        run.save(12)
+        assert store.num_keys() == num_keys  # none is left of the one before
+        is_saved = num_full < 2
+        assert run.saved() == ([4, 8, 12] if is_saved else [4, 12])
+        assert len(run.warnings()) == (not is_saved)
+        for number in range(3):
+            is_here = tmp_path / str(number) not in full
+            assert run.saved(number)[1:-1] == ([8] if is_here and (number or is_saved) else [])
+            for step in steps_in(tmp_path / str(number)):
+                (file,) = (tmp_path / str(number) / f"step-{step:08d}").glob("*.safetensors")
+                assert file.name == f"rank-{number:04d}.safetensors"
 
 
 def test_the_newest_are_kept_and_older_ones_deleted(tmp_path: Path) -> None:

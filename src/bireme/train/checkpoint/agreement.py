@@ -121,8 +121,12 @@ class CheckpointAgreement:
     def judge(self, name: str, verdict: CheckpointVerdict) -> None:
         """Tell the others what became of the checkpoint `name`. Only for rank 0, with all reports heard."""
         self._tell(f"{name}/verdict", verdict)
-        self._forget([f"{name}/{rank}" for rank in range(1, self.num_ranks)])
+        self.forget_reports(name)
         self._old.append(f"{name}/verdict")
+
+    def forget_reports(self, name: str) -> None:
+        """Take the reports on `name`, which were all heard, out of the store. Only for rank 0."""
+        self._forget([f"{name}/{rank}" for rank in range(1, self.num_ranks)])
 
     def verdict(self, name: str) -> CheckpointVerdict:
         """What became of the checkpoint `name`."""

@@ -548,6 +548,7 @@ class CheckpointWriter:
         if verdict.error is not None:
             return verdict
         others = self._agreement.reports(f"{draft.name}-named")
+        self._agreement.forget_reports(f"{draft.name}-named")
         failed = [one.error if isinstance(one, PartReport) else one for one in others]
         errors = [error for error in failed if error is not None]
         if 2 * len(errors) >= len(place.machines):
