@@ -23,6 +23,7 @@ from bireme.runtime.copies.folder_server import (
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress, RequestConnection, RequestServer, talk_to
+from bireme.train import run_machines
 from bireme.train.checkpoint.holders import (
     Holders,
     MachinesNote,
@@ -37,7 +38,7 @@ from bireme.train.checkpoint.shard import places_in, write_shard
 from bireme.train.folder import RunFolder
 from bireme.train.rank_part import RunStart
 from bireme.train.rendezvous import Orders
-from bireme.train.run_machines import take_files
+from bireme.train.run_machines import MachineFolders, take_files
 from tests.support.patience import patience_s
 
 DATA = bytes(range(256)) * 40_000
@@ -294,6 +295,20 @@ def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Pa
         (folder / name).unlink()
         rest = read_range(addresses, name, 1000, len(DATA) - 1000, patience_s())
     assert bytes(first + rest) == DATA
+
+
+def test_the_end_of_a_run_waits_for_the_copies_of_all_machines_but_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_machines, "_LOOK_S", 0.0)
+    counts = iter([1, 1, 1, 1, 1, 1, 2])
+    with serving(tmp_path) as (gone,):
+        pass
+    with serving(tmp_path, tmp_path) as addresses:
+        folders = MachineFolders()
+        folders.note = MachinesNote((*addresses, gone), 0)
+        folders.wait_for_copies(lambda: next(counts), {0, 1, 2})
+    assert [*counts] == []
 
 
 def test_a_machine_that_does_not_answer_has_nothing(tmp_path: Path) -> None:

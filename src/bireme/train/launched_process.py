@@ -79,7 +79,6 @@ from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, paths_for_all
 from bireme.train.run_machines import (
-    COPY_S,
     MachineFolders,
     put_mark,
     sees_mark,
@@ -331,8 +330,8 @@ class _Joined:
         is_over = not goes_on(self._attended, outcomes)
         finished = finish(led.prepared, led.folder, outcomes) if is_over else None
         self._copy_last(orders)
-        num = len(set(self._talk.hear("storages")))
-        until(lambda: self._talk.counted("copied") == num, COPY_S)
+        machines = set(self._talk.hear("storages"))
+        self._folders.wait_for_copies(lambda: self._talk.counted("copied"), machines)
         self._talk.say("finished", True)
         return finished
 

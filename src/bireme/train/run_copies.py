@@ -171,7 +171,8 @@ class HostKeeper:
     def follow(self, follower: KeeperAddress | None) -> None:
         """Send copies to the keeper of another host."""
         if (own := None if self._attended is None else self._attended.kept()) is not None:
-            follow(own, follower, _FOLLOW_S)
+            with suppress(OSError):  # a keeper that is gone is reported by the ranks that copy
+                follow(own, follower, _FOLLOW_S)
         if self._process is not None:
             self._process.follow(follower)
 

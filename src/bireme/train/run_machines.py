@@ -12,7 +12,8 @@ folder of the run, and the others look for it. If they see it, none of this is u
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,6 +22,7 @@ from bireme.errors import BiremeError
 from bireme.files import FileDigest, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
+    answers,
     digests_at,
     fetch_file,
     files_at,
@@ -44,8 +46,10 @@ from bireme.train.folder import RunFolder
 from bireme.train.initial_weights import INITIAL_FILES
 from bireme.train.run_file import RunFile
 
-COPY_S = 6 * 3600.0
+_COPY_S = 6 * 3600.0
 """How long machines may take for their copies of the last checkpoint."""
+_MOST_MISSED = 3
+"""Questions in a row that a machine does not answer before it counts as gone."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 1.0
 _GROWING = (LEDGER, "metrics.jsonl")
@@ -336,6 +340,21 @@ class MachineFolders:
         if self._mirror is not None:
             self._mirror.finish()
             self._mirror = None
+
+    def wait_for_copies(self, num_copied: Callable[[], int], machines: Collection[int]) -> None:
+        """Return once these machines, which are all that have a folder of their own, have their copies. This
+        one has. A machine that is gone is not waited for.
+        """
+        note, end_s = self.note, time.monotonic() + _COPY_S
+        assert note is not None, "the machines share no folder"
+        missed = dict.fromkeys([one for one in machines if one != note.own], 0)
+        while time.monotonic() < end_s:
+            num_gone = sum(one >= _MOST_MISSED for one in missed.values())
+            if num_copied() + num_gone >= len(machines):
+                return
+            for machine, before in missed.items():
+                missed[machine] = 0 if answers(note.addresses[machine], _TIMEOUT_S) else before + 1
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Serve and copy no more, as when the run has ended or the machines share a folder."""
