@@ -38,8 +38,10 @@ from bireme.train.checkpoint.shard import places_in, write_shard
 from bireme.train.folder import RunFolder
 from bireme.train.rank_part import RunStart
 from bireme.train.rendezvous import Orders
-from bireme.train.run_machines import MachineFolders, take_files
+from bireme.train.run_file import load_run_file
+from bireme.train.run_machines import MachineFolders, Mirror, take_files
 from tests.support.patience import patience_s
+from tests.support.training import write_run
 
 DATA = bytes(range(256)) * 40_000
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -295,6 +297,22 @@ def test_a_file_that_is_deleted_while_it_is_read_is_read_to_its_end(tmp_path: Pa
         (folder / name).unlink()
         rest = read_range(addresses, name, 1000, len(DATA) - 1000, patience_s())
     assert bytes(first + rest) == DATA
+
+
+def test_a_damaged_manifest_on_one_machine_does_not_keep_the_others_from_being_copied(tmp_path: Path) -> None:
+    own, there = tmp_path / "own", tmp_path / "there"
+    step = there / "checkpoints" / "step-00000004"
+    step.mkdir(parents=True)
+    own.mkdir()
+    entry = write_shard(step / "rank-0000.safetensors", {"weights/a": torch.arange(1000.0)}, 2)
+    write_manifest(step, manifest_of(4, entry))
+    run = load_run_file(write_run(tmp_path))
+    bad = hashlib.sha256(b"bad").hexdigest()
+    with serving(own, there) as addresses, lying(b"bad", steps={"step-00000008": [3, bad]}) as liar:
+        Mirror(own, run, MachinesNote((addresses[0], liar, addresses[1]), 0)).finish()
+        files = {path.relative_to(own).as_posix() for path in own.rglob("*") if path.is_file()}
+    where = "checkpoints/step-00000004"
+    assert files == {f"{where}/manifest.json", f"{where}/rank-0000.safetensors"}
 
 
 def test_the_end_of_a_run_waits_for_the_copies_of_all_machines_but_those_that_are_gone(

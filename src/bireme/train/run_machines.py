@@ -214,7 +214,7 @@ class Mirror:
         num = len(note.addresses)
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
-        self._over = threading.Event()
+        self._over, self._is_stopped = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="bireme mirror", daemon=True)
         self._thread.start()
 
@@ -231,6 +231,7 @@ class Mirror:
 
     def stop(self) -> None:
         """Fetch no more after the present file."""
+        self._is_stopped = True
         self._over.set()
 
     def _run(self) -> None:
@@ -269,7 +270,8 @@ class Mirror:
                 if step_of(path) <= newest or path.exists():
                     continue
                 where, address = f"{self._checkpoints}/{name}", self._note.addresses[machine]
-                fetch_manifest(self._folder, where, served, [address], but=self._note.own)
+                with suppress(BiremeError):  # as if the manifest is damaged there: others may have it too
+                    fetch_manifest(self._folder, where, served, [address], but=self._note.own)
 
     def _is_gone(self, path: Path, manifest: Manifest, there: Mapping[int, Mapping[str, FileDigest]]) -> bool:
         """Whether the machines that wrote a checkpoint have deleted it, and have later ones."""
@@ -288,7 +290,7 @@ class Mirror:
     ) -> None:
         for entry in self._kept(manifest):
             to = path / entry.name
-            if not to.exists():
+            if not to.exists() and not self._is_stopped:
                 having = [self._note.addresses[one] for one, steps in there.items() if path.name in steps]
                 self._fetch(entry, to, having)
 
