@@ -164,7 +164,7 @@ def test_machines_that_join_have_folders_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.skipif(not TRY_ALL, reason="three machines for half a minute: make test-all")
+@pytest.mark.skipif(not TRY_ALL, reason="three machines for some minutes: make test-all")
 def test_a_pipeline_of_machines_with_own_folders_goes_on_without_one_of_them(tmp_path: Path) -> None:
     """The stage of the machine that is killed comes from the copy of its files on the next one."""
     path = planned(tmp_path, "allreduce")
