@@ -240,9 +240,8 @@ class PlanEvaluator:
         if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or is_single:
             return 0
         if outline.stage_widths:
-            sums = rings(
-                draft, hop_bytes(self._problem, draft, self._works.of(draft, outline.sizes[0]).costs)
-            )
+            costs = self._works.of(draft, outline.sizes[0]).costs
+            sums = rings(draft, hop_bytes(self._problem, draft, costs))
             pace_s = floor.seconds / outline.num_microbatches
             end_s = _SLOWED * rings_s(self._problem, sums)
         else:
