@@ -28,9 +28,9 @@ def path_within(folder: Path, name: str) -> Path:
     return folder / pure
 
 
-def write_text_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
     """Put `text` at `path`, in UTF-8: whole, or not at all, whatever happens meanwhile."""
-    write_chunks_atomically(path, (text.encode(),))
+    write_chunks_atomically(path, (text.encode(),), is_private=is_private)
 
 
 def write_bytes_atomically(path: Path, data: bytes) -> None:
@@ -38,11 +38,12 @@ def write_bytes_atomically(path: Path, data: bytes) -> None:
     write_chunks_atomically(path, (data,))
 
 
-def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
+def write_chunks_atomically(path: Path, chunks: Iterable[bytes], *, is_private: bool = False) -> None:
     """Write the chunks to `path`, one after the other: all or nothing, whatever happens meanwhile.
 
     They are written to a file of another name in the same folder, which is renamed once it is on the disk.
-    A file that was there before keeps its permissions.
+    A file that was there before keeps its permissions. With `is_private` no other user can ever read the new
+    one.
     """
     path = path.resolve()
     draft = path.parent / f".bireme-{secrets.token_hex(8)}.tmp"
@@ -53,11 +54,12 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes]) -> None:
             raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
         if path.exists() and not path.is_file():
             raise BiremeError(f"{path} cannot be written: it is not an ordinary file. Name another one.")
-        with draft.open("xb") as file:
+        draft.touch(0o600 if is_private else 0o666, exist_ok=False)
+        with draft.open("wb") as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
+        if path.exists() and not is_private:
             draft.chmod(path.stat().st_mode & 0o777)
         draft.replace(path)
     except OSError as error:

@@ -67,8 +67,7 @@ def record_path(folder: Path) -> Path:
 def write_record(path: Path, record: RunRecord) -> None:
     """Keep the record for this user alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_text_atomically(path, dumps({"format": FORMAT, **asdict(record)}, indent=1) + "\n")
-    path.chmod(0o600)
+    write_text_atomically(path, dumps({"format": FORMAT, **asdict(record)}, indent=1) + "\n", is_private=True)
 
 
 def read_record(path: Path, run: RunOffer) -> RunRecord | None:

@@ -44,7 +44,7 @@ _ALONE_S = 60.0
 """How long a machine without running processes calls a coordinator that does not answer."""
 _KEEPER_S = 60.0
 _MOST_KILLS, _SHORT_S = 3, 60.0
-"""So many launchers may be killed in a row that have lived for less than this."""
+"""A machine gives up at this number of killed launchers in a row that have lived for less than `_SHORT_S`."""
 _MOST_KEPT, _MOST_LETTERS = 10_000, 100_000
 """Lines to keep for a coordinator that is away, and letters to send it at once."""
 INTERRUPTED = 130
@@ -299,9 +299,10 @@ class Attendance:
                 self._beat()
                 return False
             self._tell(f"The launcher was killed by signal {-min(statuses)}. It is started again.")
+            goes = one.goes
             one.close()
             self._start(one.orders, one)
-            if one.goes:
+            if goes:
                 self._phases[one.orders.phase].go()
         return True
 

@@ -334,8 +334,8 @@ def goes_on(attended: Attended | None, outcomes: Sequence[Outcome]) -> bool:
 
 
 def _write_under_way(folder: RunFolder, found: _UnderWay) -> None:
-    write_text_atomically(folder.hosts, _UNDER_WAY.dump_json(found).decode())
-    folder.hosts.chmod(0o600)  # whoever knows the token is of this run
+    # A process that knows the token is of this run.
+    write_text_atomically(folder.hosts, _UNDER_WAY.dump_json(found).decode(), is_private=True)
 
 
 def _under_way_in(folder: RunFolder, token: str | None = None) -> _UnderWay | None:

@@ -135,10 +135,10 @@ class JoinedProcesses:
 
     def close(self) -> None:
         """Kill those that are left, and wait for their ends."""
-        self._goes.set()
         self.kill()
         for one in self._processes:
             one.wait()
+        self._goes.set()  # a thread may wait to answer one of them
         self._here.close()
         self._scratch.cleanup()
 

@@ -291,7 +291,8 @@ def _prepare(made: socket.socket) -> None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     rate = os.environ.get(RATE_VARIABLE, "")
     if rate.isdecimal() and sys.platform == "linux" and leaves_host(made):
-        made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(int(rate), _MOST_RATE))
+        found = min(int(rate), _MOST_RATE).to_bytes(4, sys.byteorder)
+        made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, found)
 
 
 # Addresses: where a process listens, as a text for others.

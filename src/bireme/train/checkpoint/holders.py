@@ -59,8 +59,7 @@ _NOTE = TypeAdapter(MachinesNote)
 
 def note_machines(folder: Path, note: MachinesNote) -> None:
     """Write into the folder of a run where its machines are. The key in it is for this user alone."""
-    write_text_atomically(folder / MACHINES, _NOTE.dump_json(note).decode())
-    (folder / MACHINES).chmod(0o600)
+    write_text_atomically(folder / MACHINES, _NOTE.dump_json(note).decode(), is_private=True)
 
 
 def other_machines(folder: Path) -> tuple[KeeperAddress, ...]:
