@@ -9,6 +9,11 @@ import typer
 from bireme.cli.options import Json, address_of, print_json
 from bireme.errors import BiremeError
 
+_INSTALL = (
+    "Put this into ~/.config/systemd/user/bireme-join.service, and type: systemctl --user enable --now "
+    "bireme-join; loginctl enable-linger"
+)
+
 
 def join(
     coordinator: Annotated[
@@ -81,13 +86,17 @@ def join(
     from bireme import __version__
     from bireme.machines.admission import AdmissionToken
     from bireme.machines.keys import own_key
-    from bireme.machines.limits import DailyHours, set_limits
+    from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 
     address = address_of(coordinator)
     own_hours = DailyHours.parse(hours) if hours else None
+    limits = {"--devices": devices, "--memory": memory, "--rate": rate, "--hours": hours}
+    options = {"--token": token, "--name": name, **limits}
+    words = [word for option, value in options.items() if value for word in (option, value)]
+    unit = service_unit(coordinator, [coordinator, *words]) if service else ""
     set_limits(memory, devices, rate)
     given = AdmissionToken.parse(token) if token else None
     facts = MachineFacts.own(__version__)
@@ -95,8 +104,8 @@ def join(
     refuse_failing(failures(own))
     public = known_coordinator(address) if given is None else given.coordinator
     if service:
-        limits = {"devices": devices, "memory": memory, "rate": rate, "hours": hours}
-        _print_service(coordinator, {"token": token, "name": name, **limits})
+        typer.echo(unit, nl=False)
+        typer.echo(_INSTALL, err=True)
         return
 
     def out(stream: str, text: str) -> None:
@@ -131,18 +140,6 @@ def join(
         )
     if status:
         raise typer.Exit(status)
-
-
-def _print_service(coordinator: str, options: dict[str, str]) -> None:
-    from bireme.machines.service import service_unit
-
-    words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
-    typer.echo(service_unit(coordinator, [coordinator, *words]), nl=False)
-    typer.echo(
-        "Put this into ~/.config/systemd/user/bireme-join.service, and type: systemctl --user enable --now "
-        "bireme-join; loginctl enable-linger",
-        err=True,
-    )
 
 
 def refuse_failing(sentences: list[str]) -> None:

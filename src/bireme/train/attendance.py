@@ -27,7 +27,7 @@ from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import ORDERS, PURPOSE, MachineOffer, MachineOrders
 from bireme.machines.keys import MachineKey, key_path
-from bireme.machines.limits import DailyHours
+from bireme.machines.lending import DailyHours
 from bireme.machines.line import Address, RequestLine, call_coordinator, check_between
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess

@@ -20,8 +20,7 @@ from bireme.machines import line
 from bireme.machines.admission import AdmissionToken
 from bireme.machines.gathering import MachineOrders, PhaseReport
 from bireme.machines.keys import HOME
-from bireme.machines.limits import DailyHours, set_limits
-from bireme.machines.service import service_unit
+from bireme.machines.lending import DailyHours, service_unit, set_limits
 from bireme.train import attendance
 from bireme.train.attendance import Attendance
 from bireme.train.machines import server_here
@@ -74,6 +73,10 @@ def test_limits_hold_for_plans_and_for_lines_that_leave_the_host(monkeypatch: py
             with authenticated(house.stranger(), KEY) as made:
                 rate = made.getsockopt(socket.SOL_SOCKET, 47)
                 assert (rate == 6_250_000) == (leaves and sys.platform == "linux")
+        set_limits("", "", "20Gbit/s")
+        with authenticated(house.stranger(), KEY) as made:
+            found_rate = int.from_bytes(made.getsockopt(socket.SOL_SOCKET, 47, 4), sys.byteorder)
+            assert (found_rate == 2_500_000_000) == (sys.platform == "linux")
     finally:
         house.close()
 
@@ -100,7 +103,7 @@ def test_limits_that_cannot_be_kept_are_refused(
 
 def test_devices_are_counted_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b,GPU-c")
-    monkeypatch.setattr("bireme.machines.limits.num_accelerators", lambda: 2)
+    monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 2)
     set_limits("", "2,0", "")
     assert os.environ[VISIBLE] == "GPU-c,GPU-a"
 
@@ -118,25 +121,12 @@ def test_the_unit_of_the_service_is_one_for_systemd(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(HOME, str(folder))
     path = tmp_path / "bireme-join.service"
     path.write_text(service_unit("10.0.0.1:29600", ["10.0.0.1:29600", "--name", 'a "name" $HOME %h']))
-    checked = subprocess.run(
-        ["systemd-analyze", "verify", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience_s(),
-    )
+    checked = verified(path)
     about_it = [text for text in checked.stderr.splitlines() if path.name in text]
     assert (checked.returncode, about_it) == (0, []), checked.stderr
     broken = path.read_text().replace("Restart=always", "Restart=now and then")
     path.write_text(broken)
-    checked = subprocess.run(
-        ["systemd-analyze", "verify", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience_s(),
-    )
-    assert path.name in checked.stderr
+    assert path.name in verified(path).stderr
 
 
 def test_the_command_prints_a_unit_with_its_options(
@@ -146,13 +136,16 @@ def test_the_command_prints_a_unit_with_its_options(
     monkeypatch.setenv(HOME, str(tmp_path))
     for name in (MEMORY_VARIABLE, RATE_VARIABLE):
         monkeypatch.setenv(name, "")
+    monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b")
+    monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 1)
     token = str(AdmissionToken("0" * 64, "0" * 32))
-    options = ["--token", token, "--memory", "8GiB", "--rate", "50Mbit/s", "--hours", "20-8"]
+    options = ["--token", token, "--devices", "1", "--memory", "8GiB", "--rate", "50Mbit/s", "--hours", "20-8"]
     found = bireme(capsys, "join", "10.0.0.1:29600", *options, "--service")
     assert found.status == 0
     (command,) = [text for text in found.out.splitlines() if text.startswith("ExecStart=")]
     assert command.endswith(" ".join(["-m bireme join 10.0.0.1:29600", *options]))
     assert f"Environment={HOME}={tmp_path}" in found.out
+    assert f"Environment={VISIBLE}=GPU-a,GPU-b" in found.out  # not those of --devices, which count among them
     assert "systemctl --user enable" in found.err
 
 
@@ -223,7 +216,7 @@ def test_a_machine_leaves_when_its_hours_end_and_returns_when_they_begin(
         "blue",
         lambda _: None,
         lambda *_: None,
-        hours,  # type: ignore[arg-type]
+        hours,  # type: ignore[arg-type]  # it has what is used of them
     )
     blue.call(meeting.token())
     statuses: list[int] = []

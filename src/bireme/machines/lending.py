@@ -1,4 +1,5 @@
-"""What a machine lends of itself: some of its devices, memory, a rate, hours of the day.
+"""What a machine lends of itself: some of its devices, memory, a rate, hours of the day; and the unit of
+systemd by which it lends them after every start.
 
 The first three are variables of the environment, so that they hold for this process and all that it starts.
 `cluster/machine.py` reads the memory, and `wire/listener.py` the rate.
@@ -6,16 +7,34 @@ The first three are variables of the environment, so that they hold for this pro
 
 import os
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from bireme.bounds import bytes_of, bytes_per_s_of
 from bireme.cluster.machine import MEMORY_VARIABLE
 from bireme.devices import VISIBLE, num_accelerators
 from bireme.errors import BiremeError
+from bireme.machines.keys import HOME
 from bireme.wire.listener import RATE_VARIABLE
 
 NO_DEVICES = "none"
+_KEPT = (
+    HOME,
+    VISIBLE,
+    MEMORY_VARIABLE,
+    RATE_VARIABLE,
+    "BIREME_ADDRESS",
+    "BIREME_ENCRYPT",
+    "BIREME_RUNS",
+    "PYTHONPATH",
+)
+"""Variables that hold for the service if they are set here."""
+_WAIT_S = 60
+"""Between the end of a run, or a coordinator that does not answer, and the next call of the service."""
 _DAY_MIN = 24 * 60
 _HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 
@@ -91,3 +110,52 @@ def _choose_devices(text: str) -> None:
             f"--devices is {text!r}, and {num_found} of these GPUs are here. `bireme doctor` lists those of "
             "this machine."
         )
+
+
+# The service: `bireme join … --service`.
+
+
+def service_unit(where: str, words: Sequence[str]) -> str:
+    """The unit for `bireme join WORDS…`, of this user, from this folder, with this Python and this environment.
+    Call it before `set_limits`, which changes the environment.
+    """
+    kept = [f"{name}={os.environ[name]}" for name in _KEPT if name in os.environ]
+    command = (sys.executable, "-m", "bireme", "join", *words)
+    lines = [
+        "[Unit]",
+        f"Description=Bireme: take part in the runs of {_literal(where)}",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        f"ExecStart={' '.join(map(_quoted, command)).replace('$', '$$')}",
+        f"WorkingDirectory={_literal(str(Path.cwd()))}",
+        *(f"Environment={_quoted(one)}" for one in kept),
+        "Restart=always",
+        f"RestartSec={_WAIT_S}",
+        "# The machine leaves, and the run goes on if it can.",
+        "KillSignal=SIGHUP",
+        "KillMode=mixed",
+        "TimeoutStopSec=180",
+        "",
+        "[Install]",
+        "WantedBy=default.target",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(text: str) -> str:
+    """A text in which systemd replaces nothing."""
+    if not text.isprintable():
+        raise BiremeError(f"{text!r} has a character that cannot be in a unit of systemd.")
+    return text.replace("%", "%%")
+
+
+def _quoted(word: str) -> str:
+    """A word of a command or of a variable."""
+    plain = _literal(word)
+    if shlex.quote(word) == word:
+        return plain
+    escaped = plain.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
