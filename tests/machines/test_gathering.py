@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,14 +17,16 @@ from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.admission import AdmissionList, AdmissionToken, change_admissions
 from bireme.machines.findings import Finding
-from bireme.machines.gathering import Gathering, GatheringListener, MachineOffer, PhaseReport, RunOffer
+from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.line import check_between
+from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.train import attendance
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 from bireme.wire.encryption import ALWAYS, VARIABLE
 from tests.support.command import bireme
+from tests.support.patience import patience_s
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 
@@ -75,6 +77,34 @@ class Meeting:
 
 def _plain(offer: MachineOffer) -> dict[str, object]:
     return {name: getattr(offer, name) for name in MachineOffer.__slots__}
+
+
+class Processes:
+    """Stand-ins for those of a phase, which end if a test says so."""
+
+    since_s, is_ready, is_stopping, batch_s = 0.0, True, False, None
+    happened: ClassVar[list[str]] = []
+
+    def __init__(self, orders: MachineOrders, *_: object) -> None:
+        self.orders, self.goes = orders, False
+        self.ended: list[int] | None = None
+        self.happened.append(f"start {orders.phase}")
+
+    def statuses(self) -> list[int] | None:
+        return self.ended
+
+    def report(self) -> PhaseReport:
+        return PhaseReport(self.orders.phase, None, True, None, None)
+
+    def go(self) -> None:
+        self.goes = True
+
+    def stop(self, *, switches: bool) -> None:
+        self.happened.append("stop")
+
+    def close(self) -> None:
+        self.goes = True  # no thread is left waiting
+        self.happened.append(f"close {self.orders.phase}")
 
 
 @pytest.fixture
@@ -151,7 +181,7 @@ def test_a_machine_that_went_comes_back_to_its_phase_unless_that_needs_all(
         before = blue._ask("beat", **NO_NEWS)["phases"]
         assert blue._line is not None
         blue._line.socket.close()
-        ends_s = time.monotonic() + 10.0
+        ends_s = time.monotonic() + patience_s()
         while not any("blue (127.0.0.1) is gone" in one for one in meeting.told):
             assert time.monotonic() < ends_s, meeting.told
             time.sleep(0.01)
@@ -250,7 +280,7 @@ def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
     def check(*words: object) -> Iterator[Finding]:
         if broken:
             raise broken.pop()
-        yield from check_between(*words)  # type: ignore[arg-type]
+        yield from check_between(*words)  # type: ignore[arg-type]  # as they were given
 
     monkeypatch.setattr(attendance, "check_between", check)
     monkeypatch.setattr(attendance, "_AGAIN_S", 0.01)
@@ -259,3 +289,15 @@ def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
     assert not failures(blue.call(meeting.token()))
     assert [text.partition(":")[0] for text in said] == ["The line to the coordinator broke"] * 2
     assert said[1].endswith("nothing has come for 5 s. This machine calls again.")
+
+
+def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of a phase that was only prepared trained at once, beside the phase before."""
+    monkeypatch.setattr(attendance, "JoinedProcesses", Processes)
+    blue = Attendance(("127.0.0.1", 1), BLUE, OWN.public, FACTS, "blue", lambda _: None, lambda *_: None)
+    for phase, goes in ((1, True), (2, False)):
+        blue._start(MachineOrders(phase, 0, 0, 1, 1, "127.0.0.1", 4000, "the key", RUN))
+        found: Any = blue._phases[phase]
+        found.goes, found.ended = goes, [-9]
+    assert blue._restart_killed()
+    assert [(one.statuses(), one.goes) for one in blue._phases.values()] == [(None, True), (None, False)]

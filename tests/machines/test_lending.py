@@ -18,7 +18,6 @@ from bireme.devices import VISIBLE
 from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.admission import AdmissionToken
-from bireme.machines.gathering import MachineOrders, PhaseReport
 from bireme.machines.keys import HOME
 from bireme.machines.lending import DailyHours, service_unit, set_limits
 from bireme.train import attendance
@@ -139,7 +138,8 @@ def test_the_command_prints_a_unit_with_its_options(
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b")
     monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 1)
     token = str(AdmissionToken("0" * 64, "0" * 32))
-    options = ["--token", token, "--devices", "1", "--memory", "8GiB", "--rate", "50Mbit/s", "--hours", "20-8"]
+    limits = "--devices 1 --memory 8GiB --rate 50Mbit/s --hours 20-8"
+    options = ["--token", token, *limits.split()]
     found = bireme(capsys, "join", "10.0.0.1:29600", *options, "--service")
     assert found.status == 0
     (command,) = [text for text in found.out.splitlines() if text.startswith("ExecStart=")]
@@ -170,34 +170,10 @@ def test_a_machine_leaves_when_its_hours_end_and_returns_when_they_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cryptography", reason="keys of machines need it")
-    from tests.machines.test_gathering import BLUE, FACTS, GREEN, OWN, RUN, Meeting
+    from tests.machines.test_gathering import BLUE, FACTS, GREEN, OWN, RUN, Meeting, Processes
 
-    happened: list[str] = []
-
-    class Processes:
-        """Those of a phase, which never end."""
-
-        since_s, is_ready, is_stopping, goes, batch_s = 0.0, True, False, False, None
-
-        def __init__(self, orders: MachineOrders, *_: object) -> None:
-            self.orders = orders
-            happened.append(f"start {orders.phase}")
-
-        def statuses(self) -> None:
-            return None
-
-        def report(self) -> PhaseReport:
-            return PhaseReport(self.orders.phase, None, True, None, None)
-
-        def go(self) -> None:
-            self.goes = True
-
-        def stop(self, *, switches: bool) -> None:
-            happened.append("stop")
-
-        def close(self) -> None:
-            happened.append(f"close {self.orders.phase}")
-
+    happened = list[str]()
+    monkeypatch.setattr(Processes, "happened", happened)
     for name, value in (
         ("JoinedProcesses", Processes),
         ("_BEAT_S", 0.01),

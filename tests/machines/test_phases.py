@@ -286,7 +286,7 @@ def test_any_order_loss_and_doubling_of_events(
             case "lose", str(key), bool(for_good):
                 phases.lose(key, now_s, for_good=for_good)
             case "ready", int(number), batch_s:
-                phases.note_ready(number, batch_s)  # type: ignore[arg-type]
+                phases.note_ready(number, batch_s)  # type: ignore[arg-type]  # as drawn
             case "end", int(number), str(key), int(status):
                 phases.note_ended(number, key, [status])
             case "progress", int(number), int(step):

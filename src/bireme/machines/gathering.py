@@ -17,19 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Le, Len
-from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from bireme.errors import BiremeError
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
-from bireme.machines.keys import HEX_KEY, MachineKey
+from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, RequestLine, answer_check, opened
+from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
 from bireme.machines.own_machine import MachineFacts
-from bireme.machines.phases import PhaseProgress, PhaseRules, RunPhase, RunPhases
+from bireme.machines.phases import PhaseRules, RunPhase, RunPhases
 from bireme.wire.listener import Caller, ListenerThread, new_key
 
 PURPOSE = b"join"
@@ -40,87 +40,8 @@ _MOST_UNKNOWN = 8
 _SEEN_S = 5.0
 """How long a machine counts as there after its last request."""
 
-_Text = Annotated[str, Len(0, 400)]
-
-
-@dataclass(frozen=True, slots=True)
-class MachineOffer:
-    """What a machine has: `instance` is of one start of `bireme join`, `port` is free there for the store of
-    the run, `line` the measured latency and bandwidth to the coordinator.
-    """
-
-    instance: Annotated[str, Len(1, 64)]
-    num_cores: Annotated[int, Ge(1)]
-    memory_bytes: Annotated[int, Ge(0)]
-    devices: Annotated[tuple[_Text, ...], Len(0, 64)]
-    port: Annotated[int, Ge(1), Le(65535)]
-    line: _Text = ""
-
-    @property
-    def sentence(self) -> str:
-        """The offer in words."""
-        gpus = f"GPUs: {', '.join(self.devices)}" if self.devices else "no GPU"
-        known = f"{self.num_cores} cores, {self.memory_bytes / 2**30:.1f} GiB of memory, {gpus}"
-        return f"{known}; {self.line}" if self.line else known
-
-
-@dataclass(frozen=True, slots=True)
-class RunOffer:
-    """The run: its file as a text, and what decides how machines take part. `workers` are the processes of
-    each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
-    new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`.
-    """
-
-    text: str
-    workers: int | None
-    uses_gpus: bool
-    can_return: bool
-    steps: int
-    patience_s: float
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MachineOrders:
-    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase."""
-
-    phase: int
-    number: int
-    first: int
-    num_ranks: int
-    size: int
-    master: str
-    port: int
-    key: str = field(repr=False)
-    run: RunOffer
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseReport:
-    """How the processes of a phase are at a machine: how they have ended, None while one lives, negative for
-    a signal; whether the phase is ready, and the seconds of a batch that it predicts then.
-    """
-
-    number: int
-    statuses: tuple[int, ...] | None
-    is_ready: bool
-    batch_s: float | None
-    progress: PhaseProgress | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedMachine:
-    """A machine of the phase that trains, as a coordinator keeps it on its disk."""
-
-    public: Annotated[str, StringConstraints(pattern=HEX_KEY)]
-    name: Annotated[str, Len(1, 255)]
-    address: Annotated[str, Len(1, 255)]
-    offer: MachineOffer
-    orders: MachineOrders
-
-
-_OFFER, ORDERS = TypeAdapter(MachineOffer), TypeAdapter(MachineOrders)
-REPORTS, _LINES = TypeAdapter(list[PhaseReport]), TypeAdapter(list[tuple[int, str, str]])
+_OFFER, _REPORTS = TypeAdapter(MachineOffer), TypeAdapter(list[PhaseReport])
+_LINES = TypeAdapter(list[tuple[int, str, str]])
 
 
 @dataclass(slots=True)
@@ -496,7 +417,7 @@ class GatheringListener:
                 case "offer":
                     gathering.take_offer(public, gathering.address_of(seen), asked["offer"])
                 case "beat":
-                    reports, lines = _read(REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
+                    reports, lines = _read(_REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
                     leaves = bool(asked["leaves"])
                     return gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
                 case _:

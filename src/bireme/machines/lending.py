@@ -116,7 +116,7 @@ def _choose_devices(text: str) -> None:
 
 
 def service_unit(where: str, words: Sequence[str]) -> str:
-    """The unit for `bireme join WORDS…`, of this user, from this folder, with this Python and this environment.
+    """The unit for `bireme join WORDS…`, of this user, from this folder, with this Python and environment.
     Call it before `set_limits`, which changes the environment.
     """
     kept = [f"{name}={os.environ[name]}" for name in _KEPT if name in os.environ]

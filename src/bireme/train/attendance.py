@@ -25,10 +25,11 @@ from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
-from bireme.machines.gathering import ORDERS, PURPOSE, MachineOffer, MachineOrders
+from bireme.machines.gathering import PURPOSE
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.lending import DailyHours
 from bireme.machines.line import Address, RequestLine, call_coordinator, check_between
+from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
 from bireme.train.joined_processes import JoinedProcesses

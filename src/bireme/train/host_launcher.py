@@ -35,11 +35,11 @@ from bireme.runtime.copies.copier import CopyOrders
 from bireme.runtime.copies.folder_server import digests_at, read_file
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
-from bireme.train.attended import Attended
 from bireme.train.checkpoint.holders import other_machines
 from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
+from bireme.train.joined_processes import Attended
 from bireme.train.launching import (
     environment,
     gpus_here,

@@ -1,28 +1,37 @@
-"""The processes of one phase on a machine that takes part in a run of `bireme coordinate`."""
+"""The processes of one phase on a machine that takes part in a run of `bireme coordinate`, and what they ask
+the `bireme join` that has started them, over a socket that they inherit:
+
+    ready batch_s ──▶ {}, once they may load state and train       switches ──▶ is_switch
+    keeper bytes_per_s, timeout_s ──▶ address, key                 kept ──▶ address, key, or nulls
+"""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from bireme.machines.gathering import MachineOrders, PhaseReport
+from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
+from bireme.machines.orders import MachineOrders, PhaseReport
 from bireme.machines.phases import PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.stores import KEY
-from bireme.train.attended import PHASE, SOCKET, serve_attended
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 
+PHASE, SOCKET = "BIREME_PHASE", "BIREME_ATTENDANCE"
+_MOST_LETTERS = 10_000
+"""Of a request or an answer."""
 _LAUNCH = (
     "import sys; from bireme.runtime.board import die_with_parent; die_with_parent(int(sys.argv[1])); "
     "sys.argv[:2] = ['bireme']; from bireme.cli.main import main; main()"
@@ -30,8 +39,13 @@ _LAUNCH = (
 """`bireme WORDS…` in a process that ends when this one does."""
 RUNS = "BIREME_RUNS"
 """The variable with the folder for runs on a machine that joins."""
-_FOREIGN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
-_FOREIGN_TOO = ("TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
+_FOREIGN = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "LOCAL_WORLD_SIZE",
+)
 """Variables of another launcher, which do not hold for this run."""
 
 Show = Callable[[str, str], None]
@@ -72,7 +86,7 @@ class JoinedProcesses:
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
         self._processes = list[subprocess.Popen[str]]()
-        self._here, there = serve_attended(self._answer)
+        self._here, there = _served(self._answer)
         with there:
             for place in range(orders.num_ranks):
                 is_first = not place
@@ -216,7 +230,7 @@ class _LogTail:
 
 
 def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in (*_FOREIGN, *_FOREIGN_TOO)}
+    kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     return kept | {
         "RANK": str(orders.first + place),
         "WORLD_SIZE": str(orders.size),
@@ -235,3 +249,79 @@ def _read_lines(stream: Any, name: str, show: Show, notice: Callable[[], None]) 
         for line in stream:
             show(name, line.rstrip("\n"))
     notice()  # the process ends
+
+
+def _served(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[socket.socket, socket.socket]:
+    """The ends of a new socket: that of `bireme join`, whose requests a thread answers until it is closed,
+    and the end that a process is to inherit.
+    """
+    here, there = socket.socketpair()
+    there.set_inheritable(True)
+
+    def serve() -> None:
+        with suppress(OSError, ValueError, KeyError), here.makefile("rw", encoding="utf-8") as file:
+            while line := file.readline(_MOST_LETTERS):
+                try:
+                    found = answer(json.loads(line))
+                except BiremeError as error:
+                    found = {"error": str(error)}
+                file.write(json.dumps(found) + "\n")
+                file.flush()
+
+    threading.Thread(target=serve, name="bireme attended", daemon=True).start()
+    return here, there
+
+
+# The other end of the socket, in a process of the run.
+
+
+class Attended:
+    """The socket at the process: on each machine, its launcher or its first rank has one."""
+
+    def __init__(self, made: socket.socket) -> None:
+        made.set_inheritable(False)
+        self._file = made.makefile("rw", encoding="utf-8")
+
+    @classmethod
+    def of(cls, variables: MutableMapping[str, str]) -> Self | None:
+        """The end that this process has inherited, if `bireme join` has started it. Processes that this one
+        starts find none.
+        """
+        file = variables.pop(SOCKET, None)
+        return None if file is None else cls(socket.socket(fileno=int(file)))
+
+    def wait_to_train(self, batch_s: float | None) -> None:
+        """Report that the run is prepared, and what is predicted of it. Returns once the phase before has
+        ended.
+        """
+        self._ask("ready", batch_s=batch_s)
+
+    def is_switch(self) -> bool:
+        """Whether the run stops here because another phase follows."""
+        return bool(self._ask("switches")["is_switch"])
+
+    def keeper(self, bytes_per_s: float | None, timeout_s: float) -> KeeperAddress:
+        """The keeper of second copies of this machine, which outlives this process; it is started."""
+        found = self._ask("keeper", bytes_per_s=bytes_per_s, timeout_s=timeout_s)
+        return KeeperAddress(found["address"], found["key"])
+
+    def kept(self) -> KeeperAddress | None:
+        """The keeper of this machine, if it was started by any phase."""
+        found = self._ask("kept")
+        return KeeperAddress(found["address"], found["key"]) if found["address"] else None
+
+    def _ask(self, what: str, **words: object) -> dict[str, Any]:
+        try:
+            self._file.write(json.dumps({"do": what, **words}) + "\n")
+            self._file.flush()
+            found: dict[str, Any] = json.loads(self._file.readline(_MOST_LETTERS))
+        except (OSError, ValueError):
+            raise BiremeError("`bireme join` on this machine has ended.") from None
+        if "error" in found:
+            raise BiremeError(found["error"])
+        return found
+
+
+def phase_of(variables: Mapping[str, str]) -> int:
+    """The number of the phase that this process is of; 0 outside of `bireme join`."""
+    return int(variables.get(PHASE, "0"))

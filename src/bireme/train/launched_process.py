@@ -31,7 +31,6 @@ from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
-from bireme.train.attended import Attended
 from bireme.train.checkpoint.holders import MACHINES, MachinesNote
 from bireme.train.disk_room import check_room
 from bireme.train.finishing import DONE, FinishedRun, finish
@@ -48,6 +47,7 @@ from bireme.train.host_launcher import (
     wait_for_launcher,
     wait_for_leader,
 )
+from bireme.train.joined_processes import Attended
 from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel

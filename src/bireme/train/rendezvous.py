@@ -29,8 +29,8 @@ from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
-from bireme.train.attended import phase_of
 from bireme.train.folder import RunFolder
+from bireme.train.joined_processes import phase_of
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
 

@@ -24,9 +24,9 @@ from bireme.runtime.copies.keeper import (
 )
 from bireme.runtime.copies.versions import CopyVersion
 from bireme.runtime.snapshot import Snapshot
-from bireme.train.attended import Attended
 from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, newest_good, step_of
 from bireme.train.checkpoint.manifest import CheckpointMeta, FileEntry, Manifest, TensorEntry, plain_extra
+from bireme.train.joined_processes import Attended
 from bireme.train.run_file import RunFile
 
 _READY = 2.0**-14

@@ -1,27 +1,109 @@
-"""The run that a coordinator has begun, in a file of its machine: if it is killed, it takes the run up by it.
+"""What a machine offers to a run, what it is to start, and the record by which a coordinator that was killed
+takes its run up.
 
-The file holds the key of the run. It lies beside the key of the machine, is for its user alone, and is gone
-once the run has ended. Only a file in which all machines have orders of one run is believed.
+The record holds the key of the run. It lies beside the key of the machine, is for its user alone, and is gone
+once the run has ended. It is believed only if all machines in it have orders of one run.
 """
 
 import hashlib
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Le, Len
+from pydantic import StringConstraints, TypeAdapter
 
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.machines.gathering import RecordedMachine, RunOffer
-from bireme.machines.keys import key_path
+from bireme.machines.keys import HEX_KEY, key_path
+from bireme.machines.phases import PhaseProgress
 
-FORMAT = 1
+_FORMAT = 1
+_Text = Annotated[str, Len(0, 400)]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOffer:
+    """What a machine has: `instance` is of one start of `bireme join`, `port` is free there for the store of
+    the run, `line` the measured latency and bandwidth to the coordinator.
+    """
+
+    instance: Annotated[str, Len(1, 64)]
+    num_cores: Annotated[int, Ge(1)]
+    memory_bytes: Annotated[int, Ge(0)]
+    devices: Annotated[tuple[_Text, ...], Len(0, 64)]
+    port: Annotated[int, Ge(1), Le(65535)]
+    line: _Text = ""
+
+    @property
+    def sentence(self) -> str:
+        """The offer in words."""
+        gpus = f"GPUs: {', '.join(self.devices)}" if self.devices else "no GPU"
+        known = f"{self.num_cores} cores, {self.memory_bytes / 2**30:.1f} GiB of memory, {gpus}"
+        return f"{known}; {self.line}" if self.line else known
+
+
+@dataclass(frozen=True, slots=True)
+class RunOffer:
+    """The run: its file as a text, and what decides how machines take part. `workers` are the processes of
+    each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
+    new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`.
+    """
+
+    text: str
+    workers: int | None
+    uses_gpus: bool
+    can_return: bool
+    steps: int
+    patience_s: float
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOrders:
+    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase."""
+
+    phase: int
+    number: int
+    first: int
+    num_ranks: int
+    size: int
+    master: str
+    port: int
+    key: str = field(repr=False)
+    run: RunOffer
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """How the processes of a phase are at a machine: how they have ended, None while one lives, negative for
+    a signal; whether the phase is ready, and the seconds of a batch that it predicts then.
+    """
+
+    number: int
+    statuses: tuple[int, ...] | None
+    is_ready: bool
+    batch_s: float | None
+    progress: PhaseProgress | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMachine:
+    """A machine of the phase that trains, as a coordinator keeps it on its disk."""
+
+    public: Annotated[str, StringConstraints(pattern=HEX_KEY)]
+    name: Annotated[str, Len(1, 255)]
+    address: Annotated[str, Len(1, 255)]
+    offer: MachineOffer
+    orders: MachineOrders
+
+
+ORDERS = TypeAdapter(MachineOrders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +149,9 @@ def record_path(folder: Path) -> Path:
 def write_record(path: Path, record: RunRecord) -> None:
     """Keep the record for this user alone."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_text_atomically(path, dumps({"format": FORMAT, **asdict(record)}, indent=1) + "\n", is_private=True)
+    write_text_atomically(
+        path, dumps({"format": _FORMAT, **asdict(record)}, indent=1) + "\n", is_private=True
+    )
 
 
 def read_record(path: Path, run: RunOffer) -> RunRecord | None:
@@ -80,7 +164,7 @@ def read_record(path: Path, run: RunOffer) -> RunRecord | None:
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise BiremeError(f"Others can read {path}, which holds the key of a run. Run: chmod 600 {path}")
     try:
-        found = read_dataclass(path, RunRecord, number=FORMAT)
+        found = read_dataclass(path, RunRecord, number=_FORMAT)
     except BiremeError as error:
         raise BiremeError(f"{error} {anew}") from None
     if found.run != run:

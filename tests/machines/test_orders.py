@@ -9,22 +9,25 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.machines import line
-from bireme.machines.gathering import (
-    Gathering,
-    GatheringListener,
+from bireme.machines.gathering import Gathering, GatheringListener
+from bireme.machines.keys import HOME
+from bireme.machines.orders import (
     MachineOffer,
     MachineOrders,
     RecordedMachine,
     RunOffer,
+    RunRecord,
+    read_record,
+    record_path,
+    write_record,
 )
-from bireme.machines.keys import HOME
-from bireme.machines.run_record import RunRecord, read_record, record_path, write_record
 from bireme.train import attendance
 from bireme.train.attendance import known_coordinator
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 
 from tests.machines.test_gathering import BLUE, FACTS, GREEN, NO_NEWS, OWN, RUN, Meeting
+from tests.support.patience import patience_s
 
 ORDERS = MachineOrders(2, 0, 0, 1, 2, "10.0.0.1", 4000, "the key", RUN)
 OFFER = MachineOffer("once", 4, 1 << 30, ("a GPU",), 4000)
@@ -116,7 +119,7 @@ def test_machines_find_their_coordinator_at_its_address_and_at_the_others_that_t
         made.turn()
         assert not made.has_ended
         meeting.listener = GatheringListener(made, (place, port), OWN, FACTS)
-        ends_s = time.monotonic() + 20.0
+        ends_s = time.monotonic() + patience_s()
         while (answer := blue._beat()) is None:
             assert time.monotonic() < ends_s
         assert answer["phases"] == phases
