@@ -15,7 +15,7 @@ from bireme import __version__
 from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
 from bireme.machines import line
-from bireme.machines.admission import AdmissionList, AdmissionToken, change_admissions
+from bireme.machines.admission import AdmissionToken, change_admissions, issue_tokens
 from bireme.machines.findings import Finding
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.keys import HOME, MachineKey
@@ -49,15 +49,7 @@ class Meeting:
         self.called: list[Attendance] = []
 
     def token(self, lifetime_s: float = 60.0) -> str:
-        secrets: list[str] = []
-
-        def change(found: AdmissionList) -> AdmissionList:
-            found, secret = found.with_token(time.time(), lifetime_s)
-            secrets.append(secret)
-            return found
-
-        change_admissions(self.list, change)
-        return secrets[0]
+        return issue_tokens(self.list, OWN.public, 1, lifetime_s)[0].secret
 
     def machine(self, key: MachineKey, name: str, *, coordinator: MachineKey = OWN) -> Attendance:
         made = Attendance(self.address, key, coordinator.public, FACTS, name, lambda _: None, lambda *_: None)

@@ -9,7 +9,8 @@ import binascii
 import fcntl
 import hashlib
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic import StringConstraints
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.machines.keys import HEX_KEY
+from bireme.machines.keys import HEX_KEY, key_path
 
 FORMAT = 1
 _HexKey = Annotated[str, StringConstraints(pattern=HEX_KEY)]
@@ -184,3 +185,33 @@ def change_admissions(path: Path, change: Callable[[AdmissionList], AdmissionLis
         found = change(read_admissions(path))
         write_text_atomically(path, dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n")
     return found
+
+
+def admissions_path() -> Path:
+    """Where this machine keeps its list, which is one for all runs that this user coordinates here."""
+    return key_path().with_name("admitted.json")
+
+
+def issue_tokens(path: Path, coordinator: str, count: int, lifetime_s: float) -> list[AdmissionToken]:
+    """New tokens of the coordinator with that public key, one for each machine."""
+    given = list[AdmissionToken]()
+
+    def change(found: AdmissionList) -> AdmissionList:
+        for _ in range(count):
+            found, secret = found.with_token(time.time(), lifetime_s)
+            given.append(AdmissionToken(coordinator, secret))
+        return found
+
+    change_admissions(path, change)
+    return given
+
+
+def withdraw_tokens(path: Path, tokens: Sequence[AdmissionToken]) -> None:
+    """Take those of the tokens off the list that have admitted no machine."""
+    digests = {digest_of(token.secret) for token in tokens}
+
+    def change(found: AdmissionList) -> AdmissionList:
+        kept = [one for one in found.tokens if one.used_by or one.digest not in digests]
+        return replace(found, tokens=tuple(kept))
+
+    change_admissions(path, change)

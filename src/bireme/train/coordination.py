@@ -1,0 +1,150 @@
+"""A run over machines that join, at the machine that coordinates: `bireme coordinate` after its options.
+
+It answers the machines that call, and has this machine take part as any other, over the loopback. If it is
+killed, the same command takes the run up by its record.
+"""
+
+import json
+import threading
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bireme.errors import BiremeError
+from bireme.machines.admission import admissions_path, issue_tokens, withdraw_tokens
+from bireme.machines.gathering import Gathering, GatheringListener
+from bireme.machines.keys import own_key
+from bireme.machines.line import Address
+from bireme.machines.orders import (
+    RecordedMachine,
+    RunOffer,
+    RunRecord,
+    read_record,
+    record_path,
+    write_record,
+)
+from bireme.machines.own_machine import MachineFacts
+from bireme.report.terminal import tell
+from bireme.train.attendance import INTERRUPTED, Attendance, Out
+
+_TOKEN_S = 24 * 3600.0
+_LOOK_S, _PARTING_S = 0.1, 3.0
+_LAST_ANSWERS_S = 1.2
+"""Machines ask once a second, and are answered for this long that the run has ended."""
+
+
+class Coordination:
+    """A coordinator and its own machine, from the first call of a machine to the end of the run."""
+
+    def __init__(
+        self,
+        run: RunOffer,
+        folder: Path,
+        address: Address,
+        num_machines: tuple[int, int],
+        wait_s: float,
+        facts: MachineFacts,
+        out: Out,
+        *,
+        takes_part: bool,
+    ) -> None:
+        """`folder` is that of the run, `address` is this machine's for the others; port 0 is a free one. The
+        run begins with the most machines at once, and with the least once no other has come for `wait_s`. If
+        this machine `takes_part` in the training, `out` prints the lines of its processes.
+        """
+        (host, port), own = address, own_key()
+        self._run_name, self._path = folder.name, record_path(folder)
+        self._gathering = Gathering(run, own, host, num_machines, wait_s, admissions_path(), tell)
+        record = read_record(self._path, run)
+        if record is not None:
+            self._gathering.take_up(record.newest, record.machines)
+            known = next((one.address for one in record.machines if one.public == own.public), host)
+            if takes_part and known != host:
+                tell(f"{host} takes no part in the training: the run knows this machine as {known}.")
+                takes_part = False
+            port = port or record.port
+        self._listener = GatheringListener(self._gathering, (host, port), own, facts)
+        self._gathering.keep = self._keep
+        port = self._listener.port
+        self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """Where machines call."""
+        count = num_machines[1]
+        self.tokens = (
+            [] if record is not None else issue_tokens(admissions_path(), own.public, count, _TOKEN_S)
+        )
+        """Of the machines that are to join; none if the run is taken up."""
+        self._attendance: Attendance | None = None
+        self._own_secret = ""
+        if takes_part:
+            here = host if host.startswith("127.") else "127.0.0.1"
+            self._attendance = Attendance((here, port), own, own.public, facts, facts.name, tell, out)
+            self._own_secret = self.tokens.pop().secret if self.tokens else ""
+        self._num_interrupts, self._wake = 0, threading.Event()
+
+    def interrupt(self, *, is_urgent: bool) -> None:
+        """Stop the run in order, or at once if it is the second urgent call."""
+        self._num_interrupts += 1 if is_urgent or not self._num_interrupts else 0
+        self._wake.set()
+
+    def run(self) -> int:
+        """Coordinate the run to its end; returns the exit status."""
+        gathering, attendance = self._gathering, self._attendance
+        taking_part = threading.Thread(target=self._take_part, name="bireme own machine", daemon=True)
+        with closing(self._listener):
+            try:
+                if attendance is not None:
+                    taking_part.start()
+                self._turn_to_the_end()
+            finally:
+                if gathering.has_ended:
+                    self._path.unlink(missing_ok=True)
+                gathering.end()
+                withdraw_tokens(admissions_path(), self.tokens)
+            is_urgent = self._num_interrupts > 1
+            if attendance is not None:
+                for _ in range(2 if is_urgent else 0):
+                    attendance.interrupt(is_urgent=True)
+                taking_part.join(_PARTING_S)
+            time.sleep(0.0 if is_urgent else _LAST_ANSWERS_S)
+        return INTERRUPTED if is_urgent or not gathering.has_begun else gathering.status
+
+    def document(self) -> dict[str, Any]:
+        """The machines, and the document of the run if it has printed one, for JSON."""
+        run = None
+        with suppress(ValueError):
+            run = json.loads(self._gathering.document)
+        return {"machines": self._gathering.machines(), "run": run}
+
+    def _turn_to_the_end(self) -> None:
+        gathering = self._gathering
+        while not gathering.has_ended and self._num_interrupts < 2:
+            gathering.turn()
+            if self._num_interrupts:
+                if not gathering.has_begun:
+                    return
+                gathering.stop()
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+
+    def _take_part(self) -> None:
+        attendance = self._attendance
+        assert attendance is not None, "this machine takes part"
+        try:
+            attendance.call(self._own_secret)
+            attendance.offer = replace(attendance.offer, line="")  # it leads to itself
+            attendance.run()
+        except BiremeError as error:
+            tell(f"This machine takes no part: {error}")
+
+    def _keep(self, newest: int, machines: tuple[RecordedMachine, ...]) -> None:
+        """Keep the record of the run on the disk."""
+        is_first = not self._path.exists()
+        try:
+            write_record(self._path, RunRecord(newest, self._listener.port, machines))
+        except (BiremeError, OSError) as error:
+            tell(f"If this command is killed, it cannot take the run up: {error}")
+        else:
+            if is_first:
+                tell(f"If this command is killed, type it again with --set log.name={self._run_name}.")
