@@ -255,7 +255,7 @@ def test_a_coordinator_is_known_once_it_has_admitted(monkeypatch: pytest.MonkeyP
 def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meeting: Meeting) -> None:
     """It was dropped, and ended with a mistake of who typed when it was heard again."""
     blue = meeting.join(BLUE, "blue", meeting.token())
-    meeting.gathering.leave(BLUE.public, blue.offer.instance)
+    meeting.gathering.note_cut(BLUE.public, blue.offer.instance, time.monotonic())
     assert meeting.gathering.machines() == []
     assert blue._beat() is None
     assert [one["name"] for one in meeting.gathering.machines()] == ["blue"]
@@ -293,3 +293,34 @@ def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytes
         found.goes, found.ended = goes, [-9]
     assert blue._restart_killed()
     assert [(one.statuses(), one.goes) for one in blue._phases.values()] == [(None, True), (None, False)]
+
+
+def test_a_list_that_cannot_be_read_any_more_puts_no_machine_out(meeting: Meeting) -> None:
+    """A mistake in it ended the run on all machines."""
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    whole = meeting.list.read_text()
+    meeting.list.write_text(whole[:-9])
+    for _ in range(2):
+        assert blue._ask("beat", **NO_NEWS)["is_known"]
+    (sentence,) = (one for one in meeting.told if "the list counts as it was" in one)
+    assert str(meeting.list) in sentence
+    meeting.list.write_text(whole)
+    change_admissions(meeting.list, lambda found: found.revoke("blue"))
+    with pytest.raises(BiremeError, match="The key of blue has been revoked"):
+        blue._ask("beat", **NO_NEWS)
+
+
+def test_a_line_that_breaks_late_does_not_put_out_a_machine_that_has_called_again(meeting: Meeting) -> None:
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    before, blue._line = blue._line, None
+    assert before is not None
+    assert blue._beat() is not None
+    before.socket.close()
+    time.sleep(0.2)
+    assert len(meeting.gathering.machines()) == 1
+    assert blue._line is not None
+    blue._line.socket.close()
+    ends_s = time.monotonic() + patience_s()
+    while meeting.gathering.machines():
+        assert time.monotonic() < ends_s, meeting.told
+        time.sleep(0.01)

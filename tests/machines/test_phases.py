@@ -266,6 +266,7 @@ def test_a_stop_ends_the_run_and_no_phase_follows() -> None:
 EVENTS = st.one_of(
     st.tuples(st.just("come"), st.sampled_from(NAMES), st.sampled_from("12")),
     st.tuples(st.just("lose"), st.sampled_from(NAMES), st.booleans()),
+    st.tuples(st.just("leaves"), st.sampled_from(NAMES), st.booleans()),
     st.tuples(st.just("ready"), st.integers(1, 6), st.sampled_from([None, 0.1, 1.0, 9.0])),
     st.tuples(st.just("end"), st.integers(1, 6), st.sampled_from(NAMES), st.sampled_from([0, 1, 2, -9])),
     st.tuples(st.just("progress"), st.integers(1, 6), st.integers(0, 50)),
@@ -285,6 +286,8 @@ def test_any_order_loss_and_doubling_of_events(
                 phases.come(key, key, instance, now_s)
             case "lose", str(key), bool(for_good):
                 phases.lose(key, now_s, for_good=for_good)
+            case "leaves", str(key), bool(leaves):
+                phases.note_leaves(key, leaves=leaves)
             case "ready", int(number), batch_s:
                 phases.note_ready(number, batch_s)  # type: ignore[arg-type]  # as drawn
             case "end", int(number), str(key), int(status):

@@ -14,7 +14,8 @@ from tests.support.extent import TRY_ALL
 from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
-from tests.support.training import Running, settings, write_run
+from tests.support.training import Running, settings
+from tests.train.test_train_joined import lines_of, written
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 pytestmark = [
@@ -44,9 +45,7 @@ class Machine:
 
 def test_machines_with_their_own_addresses_are_cut_off_and_lost(tmp_path: Path) -> None:
     """The link of the third one is slow; the second is cut off and comes back; then the third is lost."""
-    run = write_run(tmp_path, "1f1b", 1, width=3, data="tests.support.paced_samples:paced")
-    text = run.read_text().replace("workers = 3", "workers = 1")
-    run.write_text(f'{text}\n[sync]\nmode = "quorum"\n')
+    run = written(tmp_path, "quorum", 3)
     more = settings(training__steps=150, sync__lease_s=5.0)
     with ExitStack() as stack:
         found = stack.enter_context(hosts(3, slow=2))
@@ -55,11 +54,9 @@ def test_machines_with_their_own_addresses_are_cut_off_and_lost(tmp_path: Path) 
         )
         where = ("--listen", f"{red.host.address}:0")
         first = red.type("coordinate", str(run), *where, "--machines", "3", "--json", *more, pace_s=0.1)
-        first.wait_for_words("A machine that has joined before")
-        lines = [text.split()[1:] for text in first.said.splitlines() if text.startswith("  bireme join")]
         second, third = (
             machine.type(*words, "--name", machine.name, pace_s=pace_s)
-            for machine, words, pace_s in zip((blue, green), lines, (0.1, 0.2), strict=True)
+            for machine, words, pace_s in zip((blue, green), lines_of(first, 2), (0.1, 0.2), strict=True)
         )
         first.wait_for_step(2)
         set_cable(1, is_plugged=False)

@@ -12,6 +12,7 @@ the address and the key of the store of the phase, and the run file. With them i
 torchrun would. `phases.py` decides when another phase follows.
 """
 
+import math
 import socket
 import threading
 import time
@@ -80,6 +81,8 @@ class Gathering:
         self._run, self._own, self._host, self._tell = run, own, host, tell
         self._least, self._most = num_machines
         self._admissions = admissions
+        self._list: AdmissionList | None = None
+        self._complaint = ""
         needs_all = not run.can_return
         self._phases = RunPhases(PhaseRules(*num_machines, wait_s, run.patience_s, needs_all, run.steps))
         self._orders: dict[int, dict[str, MachineOrders]] = {}
@@ -151,13 +154,28 @@ class Gathering:
 
     def admitted(self, public: str) -> str:
         """The name of a machine. Raises a `BiremeError` if it may not take part."""
+        found = self._newest_list()
         try:
-            return read_admissions(self._admissions).check(public).name
+            return found.check(public).name
         except BiremeError:
             with self._lock:
                 if (one := self._members.get(public)) is not None and not one.is_gone:
                     self._lose(one, for_good=True)
             raise
+
+    def _newest_list(self) -> AdmissionList:
+        """The list of machines. If it cannot be read any more, nothing follows for those that were on it."""
+        complaint, before = "", self._list
+        try:
+            self._list = read_admissions(self._admissions)
+        except BiremeError as error:
+            if before is None:
+                raise
+            complaint = str(error)
+        if complaint and complaint != self._complaint:
+            self._tell(f"{complaint} Until then the list counts as it was.")
+        self._complaint = complaint
+        return self._list or AdmissionList()
 
     def admit(self, public: str, secret: str, name: str) -> None:
         """Put a machine into the list. Raises a `BiremeError` that says why not."""
@@ -264,13 +282,24 @@ class Gathering:
         if report.statuses is not None:
             self._phases.note_ended(report.number, one.public, report.statuses)
 
-    def leave(self, public: str, instance: str, *, for_good: bool = False, returns: str = "") -> None:
-        """A machine is not there any more: it has left `for_good`, or its line is cut. `returns` is when it
-        means to return, if it has left for some hours.
+    def leave(self, public: str, instance: str, *, returns: str = "") -> None:
+        """A machine has left for good, or for some hours: `returns` is when it means to return."""
+        self._leave(public, instance, math.inf, for_good=True, returns=returns)
+
+    def note_cut(self, public: str, instance: str, answered_s: float) -> None:
+        """A line is cut, on which the machine had its last answer at `answered_s` (`time.monotonic`). It is gone
+        unless it has called again since.
         """
+        self._leave(public, instance, answered_s)
+
+    def _leave(
+        self, public: str, instance: str, until_s: float, *, for_good: bool = False, returns: str = ""
+    ) -> None:
         with self._lock:
             one = self._members.get(public)
-            if one is not None and one.offer.instance == instance and not one.is_gone:
+            if one is None or one.is_gone or one.offer.instance != instance:
+                return
+            if one.seen_s <= until_s:
                 self._lose(one, for_good=for_good, returns=returns)
 
     def _lose(self, one: _Member, *, for_good: bool = False, returns: str = "") -> None:
@@ -373,7 +402,7 @@ class GatheringListener:
         threading.Thread(target=self._serve, args=(caller.socket, public), daemon=True).start()
 
     def _serve(self, made: socket.socket, public: str) -> None:
-        instance = ""
+        instance, answered_s = "", 0.0
         with made, suppress(OSError, ValueError, KeyError, TypeError):
             seen, line = made.getpeername()[0], RequestLine(made)
             if not self._let_in(line, public):
@@ -386,8 +415,9 @@ class GatheringListener:
                         if asked["do"] == "offer":
                             instance = str(dict(asked["offer"])["instance"])
                         line.say(self._answer(public, instance, seen, asked))
+                        answered_s = time.monotonic()
             finally:
-                self._gathering.leave(public, instance)
+                self._gathering.note_cut(public, instance, answered_s)
 
     def _let_in(self, line: RequestLine, public: str) -> bool:
         """Whether a caller may go on. The first request says with which token; without one it is known."""
@@ -421,7 +451,7 @@ class GatheringListener:
                     leaves = bool(asked["leaves"])
                     return gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
                 case _:
-                    gathering.leave(public, instance, for_good=True, returns=str(asked["returns"]))
+                    gathering.leave(public, instance, returns=str(asked["returns"]))
         except BiremeError as refusal:
             return {"error": str(refusal)}
         return {"error": ""}

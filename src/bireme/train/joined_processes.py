@@ -113,7 +113,8 @@ class JoinedProcesses:
         found = [one.poll() for one in self._processes]
         if None in found:
             return None
-        for reader in self._readers:
+        readers, self._readers = self._readers, []  # which are waited for once
+        for reader in readers:
             reader.join(1.0)
         return [status for status in found if status is not None]
 
