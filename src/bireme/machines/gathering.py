@@ -287,8 +287,8 @@ class Gathering:
         self._leave(public, instance, math.inf, for_good=True, returns=returns)
 
     def note_cut(self, public: str, instance: str, answered_s: float) -> None:
-        """A line is cut, on which the machine had its last answer at `answered_s` (`time.monotonic`). It is gone
-        unless it has called again since.
+        """A line is cut on which the machine had its last answer at `answered_s` (`time.monotonic`): it is
+        gone unless it has called again since.
         """
         self._leave(public, instance, answered_s)
 
