@@ -141,6 +141,20 @@ def test_a_phase_that_is_taken_up_goes_on_with_the_machines_that_call() -> None:
     assert (story.phases.following.number, story.phases.following.machines) == (6, ("a", "b"))
 
 
+def test_a_phase_that_failed_before_it_is_taken_up_is_followed_once_its_machines_have_called() -> None:
+    """The first that called trained alone."""
+    for others, after_s, trains in (("b", 0.0, "ab"), ("", 10.0, "a")):
+        story = Story()
+        story.phases.take_up(1, 1, {"a": "1", "b": "0"}, 0.0)
+        story.come("a")
+        story.end(1, a=1)
+        story.turn(5.0)
+        assert story.trains == (0, "")
+        story.come(others)
+        story.turn(after_s)
+        assert story.trains == (2, trains)
+
+
 def test_a_machine_that_is_started_again_has_lost_its_processes() -> None:
     story = Story(machines="abc")
     story.progress(20)

@@ -138,7 +138,7 @@ def test_a_machine_that_leaves_goes_in_order_and_no_batch_is_lost(tmp_path: Path
 def test_a_pipeline_whose_coordinator_is_killed_goes_on_once_it_is_started_again(tmp_path: Path) -> None:
     """Its own machine had a stage, so that the phase has failed meanwhile."""
     run = planned(tmp_path, "allreduce")
-    more = settings(training__steps=60, checkpoint__every_steps=5)
+    more = settings(training__steps=60, checkpoint__every_steps=5, elastic__patience_s=60.0)
     with ExitStack() as stack:
         (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
         blue = joining(tmp_path, stack, red, "blue")["blue"]

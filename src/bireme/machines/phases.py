@@ -115,6 +115,9 @@ class RunPhases:
         self._declined: frozenset[str] = frozenset()
         """Machines on which a phase would have been no gain."""
         self._stops = False
+        self._awaited: frozenset[str] = frozenset()
+        """Machines of a run that was taken up; they call by themselves, from `_taken_up_s` on."""
+        self._taken_up_s = 0.0
         self._leaving: set[str] = set()
         """Machines that are there until a phase goes on without them."""
         self._step = 0
@@ -130,6 +133,7 @@ class RunPhases:
         lost = {key: (now_s, instance) for key, instance in gone.items()}
         self.current = RunPhase(number, tuple(gone), goes=True, is_ready=True, lost=lost, went_s=now_s)
         self._number, self.has_begun, self._changed_s = newest, True, now_s
+        self._awaited, self._taken_up_s = frozenset(gone), now_s
 
     # Events.
 
@@ -280,7 +284,8 @@ class RunPhases:
         if not self.has_begun:
             is_quiet = now_s - self._changed_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
-        return bool(there) and not there <= self._refused
+        is_early = now_s - self._taken_up_s < rules.patience_s and not self._awaited <= self.machines.keys()
+        return bool(there) and not there <= self._refused and not is_early
 
     def _prepare(self, now_s: float) -> None:
         """Have processes of a new phase started on all machines that are there."""
