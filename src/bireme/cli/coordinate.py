@@ -157,8 +157,8 @@ def _print_lines(where: str, tokens: "list[AdmissionToken]") -> None:
     for token in tokens:
         typer.echo(f"  bireme join {where} --token {token}", err=True)
     typer.echo(
-        "A machine that has joined before needs no token. All machines must see the data under the same "
-        "paths. The folder of the run may be shared, or each machine has its own.",
+        "A machine that has joined before needs no token. The folder of the run may be shared, or each "
+        "machine has its own. Data and models are fetched by a machine that has nothing at their paths.",
         err=True,
     )
 
