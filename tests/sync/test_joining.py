@@ -6,9 +6,9 @@ from dataclasses import replace
 from bireme.balance import ShareLimits
 from bireme.sync.coordinator.committing import committed_rounds, with_heals
 from bireme.sync.coordinator.coordinator import begun, step
-from bireme.sync.coordinator.messages import Absence, Heal, Member, RankId, Report, RoundAt
+from bireme.sync.coordinator.messages import Absence, Heal, Incarnation, Member, RankId, Report, RoundAt
 from bireme.sync.coordinator.samples import Dealing
-from bireme.sync.coordinator.state import CoordinatorState, Heard
+from bireme.sync.coordinator.state import CoordinatorState, Ended, Heard
 from tests.support.coordinated import settings_for
 
 
@@ -55,3 +55,28 @@ def test_a_hold_up_that_makes_a_replica_late_in_many_rounds_halves_its_share_onc
 
     dealing = dealing.with_late(4, {0}, takes_effect=8).among((0, 1), 8)
     assert dealing.counts(8)[0] in (4, 5)
+
+
+def test_a_replica_that_is_back_before_the_others_waits_where_nothing_counts_yet() -> None:
+    """All members of the first epoch have ended, so nobody has anything to heal it by."""
+    state, number = begun(settings_for(2, 1)), 0
+
+    def report(replica: int, life: int, epoch: int) -> None:
+        nonlocal state, number
+        number += 1
+        rank = RankId(replica, life, 0)
+        state = step(state, Report(rank, number, epoch, "there", rounds=(RoundAt(),)), 0.1 * number).state
+
+    for epoch in (0, 1):
+        for replica in range(2):
+            report(replica, 0, epoch)
+    assert state.membership.is_installed
+    report(0, 1, 0)
+    report(1, 0, state.membership.epoch)
+    assert state.membership.is_installed
+    state = step(state, Ended(Incarnation(1, 0)), 0.1 * number).state
+    assert not state.membership.members
+    assert not state.heals
+    report(0, 1, 0)
+    report(1, 1, 0)
+    assert [one.own_life for one in state.membership.members] == [Incarnation(0, 1), Incarnation(1, 1)]

@@ -89,7 +89,7 @@ def _anew(state: CoordinatorState) -> CoordinatorState:
     settings = state.settings
     return replace(
         state.without_grants(),
-        membership=replace(state.membership, members=(), voters=()),
+        membership=replace(state.membership, members=(), voters=(), is_installed=False),
         pool=Pool(settings.fresh, settings.waiting),
         dealing=Dealing(settings.batch_size, settings.limits),
         heals=(),
