@@ -264,6 +264,15 @@ def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meet
     assert answer["is_known"]
 
 
+def test_what_processes_of_a_phase_say_that_was_given_up_is_not_shown(meeting: Meeting) -> None:
+    """Its processes end in any order, and each said that it had lost another one."""
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    meeting.gathering._phases.unused.add(2)
+    blue._ask("beat", **{**NO_NEWS, "lines": [[1, "err", "it trains"], [2, "err", "it lost another rank"]]})
+    assert "blue: it trains" in meeting.told
+    assert not any("lost another rank" in one for one in meeting.told)
+
+
 def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

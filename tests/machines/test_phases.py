@@ -199,6 +199,7 @@ def test_a_newcomer_is_used_if_that_gains_more_than_it_costs() -> None:
         assert "of the 980 batches left" in story.said[-1]
         if not follows:
             assert story.phases.phases_of("c") == ()
+            assert story.phases.unused == {2}
             story.turn(1000.0)
             assert story.phases.newest == 2  # it is not tried again
             continue

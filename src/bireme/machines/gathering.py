@@ -246,7 +246,7 @@ class Gathering:
             for phase, stream, text in lines:
                 if stream == "out" and self._run.as_json:
                     self._documents.setdefault(phase, []).append(text)
-                elif not one.is_own:
+                elif not one.is_own and phase not in self._phases.unused:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
             self._phases.note_leaves(public, leaves=leaves)
             for report in reports:

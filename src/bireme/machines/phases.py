@@ -107,6 +107,8 @@ class RunPhases:
         self.status = 1
         """The exit status of the run once it is over."""
         self._said: list[str] = []
+        self.unused: set[int] = set()
+        """The numbers of phases that were prepared and given up. Their processes end in any order."""
         self._number = 0
         self._changed_s = 0.0
         """When a machine came or went for the last time."""
@@ -313,12 +315,12 @@ class RunPhases:
             return
         there = frozenset(phase.machines)
         if phase.lost or self._stops:
-            self.following = None
+            self._give_up(phase)
         elif phase.statuses:
             self.following = None
             self._refuse(there, phase.worst)
         elif current is not None and self._is_as_before(current):
-            self.following = None
+            self._give_up(phase)
 
     def _is_as_before(self, phase: RunPhase) -> bool:
         """Whether the machines of the phase that trains are those that are there."""
@@ -328,6 +330,11 @@ class RunPhases:
     def _there(self) -> frozenset[str]:
         """The machines with which a new phase can be prepared."""
         return frozenset(self.machines) - self._leaving
+
+    def _give_up(self, phase: RunPhase) -> None:
+        """Go on without a phase that was prepared, though nothing of it has failed."""
+        self.following = None
+        self.unused.add(phase.number)
 
     def _refuse(self, there: frozenset[str], status: int) -> None:
         self._refused = there
@@ -419,4 +426,5 @@ class RunPhases:
             self._end(phase, "stop", now_s)
             return
         self._say(f"Phase {phase.number} goes on without a new plan: {words}.")
-        self._declined, self.following = frozenset(following.machines), None
+        self._declined = frozenset(following.machines)
+        self._give_up(following)

@@ -271,7 +271,10 @@ class Attendance:
         for number in [one for one in self._phases if one not in listed and one <= answer["newest"]]:
             if answer["is_over"] and self._phases[number].goes and self._phases[number].statuses() is None:
                 continue  # the run ends, and so will they
-            self._phases.pop(number).close()
+            processes = self._phases.pop(number)
+            if not processes.goes and not answer["is_over"]:
+                self._tell(f"Phase {number} was prepared and is not used.")
+            processes.close()
         for orders, one in found.items():
             if orders.phase not in self._phases:
                 self._start(orders)
