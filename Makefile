@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 COMPILED := $(VENV)/.compiled
 LOOPS := $(shell find src/bireme/codec src/bireme/placement benchmarks/placers -name "*.py")
 
-.PHONY: help setup train test test-fast test-all lint bench gpu clean
+.PHONY: help setup train test test-fast test-all lint docs bench gpu clean
 
 help:
 	@echo "make setup      create .venv and install Bireme with its development tools"
@@ -15,6 +15,7 @@ help:
 	@echo "make test       all tests          make test-fast   the fast core (1 min)"
 	@echo "make test-all   all tests, property tests with all their cases (an hour; for the night)"
 	@echo "make lint       ruff, mypy --strict, import contracts"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      the benchmarks of docs/benchmarks.md"
 	@echo "make gpu        tests, training and benchmarks on this machine's GPUs, into docs/gpu.md"
 	@echo "make clean      remove .venv and caches"
@@ -60,6 +61,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 # Each takes --quick for a smoke run and --json for one document with its rows and verdicts.
 bench: setup

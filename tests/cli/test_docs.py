@@ -114,6 +114,34 @@ def test_links_between_files_lead_somewhere(document: Path) -> None:
     assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
+def heading_ids(document: Path) -> set[str]:
+    """Ids of the headings of a document, as sites make them from the titles."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+        name = re.sub(r"[^\w -]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()).replace(
+            " ", "-"
+        )
+        found.add(f"{name}-{sum(one.startswith(name) for one in found)}" if name in found else name)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_into_files_lead_to_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*\.md|)#([^)]+)\)", document.read_text())
+    wrong = [
+        f"{target}#{name}"
+        for target, name in links
+        if name not in heading_ids(document.parent / target if target else document)
+    ]
+    assert wrong == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r"([\w-]+\.md)\b", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
 @pytest.mark.parametrize("name", ["1f1b", "2bw"])
 def test_the_readme_s_pictures_are_what_the_program_draws(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
