@@ -10,8 +10,8 @@ last steps in int8: T counts these steps as they are.
 Seconds are the simulator's. Three rows are also run by the engine, over links that are as late, with stages
 that sleep for as long as they would compute, slowed down or sped up until a step of each takes as long: what
 is seen of a short step is the machine that emulates eight devices at once. Steps are not measured here: those
-of delayed updates are of docs/convergence.md, those of codecs of a pilot and a study (docs/codecs.md), and
-the two are multiplied.
+of delayed updates are of docs/convergence.md, those of codecs of a pilot and a study
+(docs/figures-codecs.md), and the two are multiplied.
 
 The section encryption measures what it costs to encrypt a line: bytes per second between two processes over
 the loopback, processor seconds of both ends, and the time of a small message there and back.
@@ -66,7 +66,7 @@ ENGINE_STEP_S = 13.5
 LEAST_GAIN, MOST_ERROR = 5.0, 0.05
 CODECS = ("none", "int8", "int6", "int5", "topk:0.5:4", "topk:0.25:8", "topk:0.125:8")
 SCHEDULES = ("1f1b", "zb-h1", "2bw-fresh")
-SOURCE = "convergence.md, codecs.md"
+SOURCE = "convergence.md, figures-codecs.md"
 
 
 @dataclass(frozen=True, slots=True)

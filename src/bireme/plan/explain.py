@@ -25,7 +25,7 @@ _MOST_KINDS = 4
 """Kinds of devices or of links that are tried, the most frequent first."""
 
 _HARMLESS, _MANY_ENTRIES = "int4", 1 << 20
-"""The codec of sums with the fewest bytes of those that cost no steps (docs/gradient-codecs.md); it sends as
+"""The codec of sums with the fewest bytes of those that cost no steps (docs/figures-codecs.md); it sends as
 much of each entry, however many there are.
 """
 

@@ -20,9 +20,9 @@ from bireme.schedule.program import Rule
 # What codecs on boundaries cost in steps: how many a run takes for one without codecs.
 #
 # The excess losses are of small GPTs on four stages, with AdamW and 300 steps, every boundary encoded
-# (docs/codecs.md). Most are of the study (`python benchmarks/convergence.py codecs`): 2bw-fresh with its
-# start, over the loss of the same run without codecs, width 128, or 64 where that alone was run. The others
-# are of a pilot: width 64, 1f1b, an ending of a fifth, one seed, so that differences under 1 % are noise.
+# (docs/figures-codecs.md). Most are of the study (`python benchmarks/convergence.py codecs`): 2bw-fresh with
+# its start, over the loss of the same run without codecs, width 128, or 64 where that alone was run. The
+# others are of a pilot: width 64, 1f1b, a last part of a fifth, one seed, so differences under 1 % are noise.
 # Steps follow from the loss as in docs/convergence.md: 1 % of loss is 8 % of the steps.
 
 _STEPS_OF_LOSS = 8.0
@@ -184,7 +184,7 @@ _STUDIED_SHAPES = {4: (4, 4), 8: (2, 2)}
 
 # What codecs in sums over replicas cost in steps: how many a run takes for one with gradients as they are.
 #
-# Measured by the study (`python benchmarks/convergence.py sums`, docs/gradient-codecs.md) with a small GPT in
+# Measured by the study (`python benchmarks/convergence.py sums`, docs/figures-codecs.md) with a small GPT in
 # runs of 300 steps, two and four replicas, each codec at its own best learning rate, three seeds; a test
 # holds these numbers to it. Differences under 0.03 are noise.
 

@@ -285,12 +285,12 @@ def _more(table: str) -> Iterator[str]:
         "[private-data.md](private-data.md) private samples.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
-        "links": "[codecs.md](codecs.md) explains codecs, [machines.md](machines.md) encryption.",
+        "links": "[slow-links.md](slow-links.md) explains codecs, [machines.md](machines.md) encryption.",
         "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
         "elastic": "[machines.md](machines.md#machines-that-come-and-go) explains phases.",
         "sync": "[agreement.md](agreement.md) explains the modes, [replicas.md](replicas.md) quorum, "
-        "[gradient-codecs.md](gradient-codecs.md) codecs of sums.",
+        "[slow-links.md](slow-links.md) codecs of sums.",
     }
     if table in further:
         yield from ("", further[table])
