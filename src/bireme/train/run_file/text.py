@@ -289,7 +289,7 @@ def _more(table: str) -> Iterator[str]:
         "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
         "elastic": "[machines.md](machines.md#machines-that-come-and-go) explains phases.",
-        "sync": "[agreement.md](agreement.md) explains the modes, [replicas.md](replicas.md) quorum, "
+        "sync": "[averaging.md](averaging.md) explains the modes, [replicas.md](replicas.md) quorum, "
         "[slow-links.md](slow-links.md) codecs of sums.",
     }
     if table in further:
