@@ -286,7 +286,7 @@ def _more(table: str) -> Iterator[str]:
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
         "links": "[slow-links.md](slow-links.md) explains codecs, [machines.md](machines.md) encryption.",
-        "memory": "[tiers.md](tiers.md) explains offloading and shared optimizers.",
+        "memory": "[offloading.md](offloading.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
         "elastic": "[machines.md](machines.md#machines-that-come-and-go) explains phases.",
         "sync": "[averaging.md](averaging.md) explains the modes, [replicas.md](replicas.md) quorum, "
