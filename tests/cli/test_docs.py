@@ -13,7 +13,7 @@ from tests.support.command import bireme, with_sets
 from tests.support.ranks import run_script
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(document: Path, language: str = "") -> list[str]:
