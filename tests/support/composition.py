@@ -139,7 +139,7 @@ def _tokens(count: int, seed: int) -> PackedSamples:
 
 def _stream() -> StreamSamples:
     rows = [{"input_ids": ids} for ids in _tokens(50, 6).take(range(50))["input_ids"].tolist()]
-    saved = SavedRows("rows", lambda: rows, None, ("input_ids",), Content.IDS, "rows")
+    saved = SavedRows("rows", lambda: enumerate(rows), None, ("input_ids",), Content.IDS, "rows")
     return StreamSamples(saved, None, Cut(CONTEXT, "stream", 0), seed=SEED, shuffle_buffer=8)
 
 

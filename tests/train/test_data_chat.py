@@ -13,7 +13,7 @@ import torch
 from bireme.errors import BiremeError
 from bireme.train import finishing as text_sample
 from bireme.train.data.documents import DocumentSamples
-from bireme.train.data.encoding import AnswerRows, ChatTemplate
+from bireme.train.data.encoding import AnswerRows, PlainHeadings, chat_form
 from bireme.train.data.hub import SavedRows
 from bireme.train.data.prepare import DataRequest, ModelSide, data_notes, prepare_data
 from bireme.train.data.source import open_source
@@ -51,7 +51,7 @@ def tokenizer(folder: Path, template: str) -> FolderTokenizer:
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_answers_count_and_nothing_else(template: str, tmp_path: Path) -> None:
     made = tokenizer(tmp_path, template)
-    row = ChatTemplate(made, "chats").encode(CHAT, "row 0")
+    row = chat_form(made).encode(CHAT, "row 0")
     whole = "".join(f"[{one['role']}]{one['content']}<end>" for one in CHAT)
     assert made.backend.decode(row.ids) == whole
     ends = np.flatnonzero(np.diff(row.counts.astype(int)))
@@ -61,16 +61,34 @@ def test_answers_count_and_nothing_else(template: str, tmp_path: Path) -> None:
 
 def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BiremeError, match=r"row 7 .* message 3: .* in another way when more follows"):
-        ChatTemplate(tokenizer(tmp_path, SHIFTING), "chats").encode(CHAT, "row 7")
+        chat_form(tokenizer(tmp_path, SHIFTING)).encode(CHAT, "row 7")
 
 
-def test_bytes_have_no_chat_template() -> None:
-    with pytest.raises(BiremeError, match=r"no chat template .* Set data\.tokenizer"):
-        ChatTemplate(ByteTokenizer(), "chats")
+def test_each_answer_of_a_conversation_counts_without_a_chat_template() -> None:
+    made = ByteTokenizer()
+    row = PlainHeadings(made).encode([{**CHAT[0], "role": "developer"}, *CHAT[1:]], "row 0")
+    first = "Be brief.\n\n### Instruction:\nself or value?\n\n### Response:\n"
+    second = "\n\n### Instruction:\nclass?\n\n### Response:\n"
+    assert made.marked(row.ids.tolist()) == f"{first}value<end>{second}return self.value<end>"
+    assert made.marked(row.ids[row.counts].tolist()) == "value<end>return self.value<end>"
+    assert made.encode("### Instruction:\nclass?\n\n### Response:\n") == PlainHeadings(made).question(
+        "class?"
+    )
+    with pytest.raises(BiremeError, match=r"In row 3 a message calls a tool, .* no chat template"):
+        PlainHeadings(made).encode([{"role": "assistant", "tool_calls": []}], "row 3")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, None])
+def test_an_answer_of_weight_zero_does_not_count(template: str | None, tmp_path: Path) -> None:
+    made: Any = ByteTokenizer() if template is None else tokenizer(tmp_path, template)
+    chat = [dict(one) for one in CHAT]
+    chat[2]["weight"] = 0  # type: ignore[assignment]
+    row = chat_form(made).encode(chat, "row 0")
+    assert made.marked(row.ids[row.counts].tolist()) == "return self.value<end>"
 
 
 def _encoded(folder: Path, made: Any, *rows: dict[str, Any]) -> list[Any]:
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rows.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
     source = open_source(str(folder / "rows.jsonl"))
     assert isinstance(source, SavedRows)
     assert source.has_answers
@@ -87,6 +105,8 @@ def test_conversations_of_other_forms_are_those_of_messages(tmp_path: Path) -> N
         {"instruction": "self?", "output": "value", "input": "1", "text": "all of it"},
         {"instruction": "self?\n\n1", "output": "value"},
         {"prompt": asked[:1], "completion": asked[1:]},
+        {"messages": [asked[0] | {"content": [{"type": "text", "text": "self?\n\n1"}]}, asked[1]]},
+        {"messages": [asked[0] | {"role": "Human"}, asked[1]]},
     ):
         [found] = _encoded(tmp_path, made, row)
         assert found.ids.tolist() == wanted.ids.tolist(), row
@@ -112,12 +132,13 @@ def test_answers_need_no_chat_template_if_they_follow_a_text(tmp_path: Path) -> 
     ("row", "wrong"),
     [
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "a message is from 'narrator'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message is not text"),
         ({"messages": [{"text": "a"}]}, "'messages' is not a list of messages"),
         ({"prompt": "a", "completion": 4}, "'completion' holds a int and not a text"),
     ],
 )
 def test_a_row_in_no_known_form_is_named(row: dict[str, Any], wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(BiremeError, match=rf"In row 0 of .*rows\.jsonl .*{wrong}"):
+    with pytest.raises(BiremeError, match=rf"In line 2 of .*rows\.jsonl .*{wrong}"):
         _encoded(tmp_path, tokenizer(tmp_path / "tokenizer", PLAIN), row)
 
 

@@ -128,9 +128,9 @@ def test_a_dataset_without_text_is_refused(
 @pytest.mark.parametrize(
     ("columns", "wrong"),
     [
-        ({"input_ids": [[1], [-2]]}, "Row 1 .* no list of token ids"),
-        ({"input_ids": [[[1]]]}, "Row 0 .* no list of token ids"),
-        ({"input_ids": [5]}, "Row 0 .* no list of token ids"),
+        ({"input_ids": [[1], [-2]]}, "In row 1 .* no list of token ids"),
+        ({"input_ids": [[[1]]]}, "In row 0 .* no list of token ids"),
+        ({"input_ids": [5]}, "In row 0 .* no list of token ids"),
         ({"input_ids": [[1 << 40]]}, "ids must be below"),
         ({"input_ids": [[1, 2]], "labels": [[2, 3]]}, "labels are not the input_ids"),
         ({"input_ids": [[1, 2]], "labels": [[2]]}, "labels are not the input_ids"),

@@ -35,6 +35,9 @@ VERBS = {
         TRAIN,
         "Train a model over a pipeline. Without a run file: a small language model on Python's sources.",
     ),
+    "data": Verb(
+        TRAIN, "Show samples as the model will see them, token by token, and what counts in the loss."
+    ),
     "coordinate": Verb(
         TRAIN, "Wait for machines that type `bireme join`, and train a model with all of them."
     ),

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.model.sources import load_source
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.data.encoding import ChatTemplate
+from bireme.train.data.encoding import chat_form
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
@@ -172,8 +172,8 @@ def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Examp
     prompt = run.log.prompt
     if prompt == Log().prompt:
         return example.question
-    if data.uses_template:
-        return ChatTemplate(tokenizer, run.data.named).question(prompt)
+    if data.has_chats:
+        return chat_form(tokenizer).question(prompt)
     return tokenizer.encode(prompt) or example.question
 
 

@@ -63,7 +63,7 @@ def _num_samples(samples: Samples) -> int | None:
 
 def data_of(
     run: RunFile,
-    model: RunModel,
+    model: RunModel | None,
     progress: Progress | None = None,
     *,
     what: str = "training",
@@ -71,10 +71,12 @@ def data_of(
 ) -> RunData:
     """The samples of a run; the first time may take long, and later the cache has them.
 
-    `what` says what the data of `data.source` are for; `keeps_rest` is as in `DataRequest`.
+    `what` says what the data of `data.source` are for; `keeps_rest` is as in `DataRequest`. Without a model
+    nothing is checked against it.
     """
     request = replace(_request(run), keeps_rest=keeps_rest)
-    return prepare_data(request, _side(model), run.training.batch_size, progress, what=what)
+    side = ModelSide({}) if model is None else _side(model)
+    return prepare_data(request, side, run.training.batch_size, progress, what=what)
 
 
 def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
@@ -110,6 +112,7 @@ def _request(run: RunFile) -> DataRequest:
         pattern=asked.pattern,
         dtype=asked.dtype,
         packing=asked.packing,
+        counts_all=asked.loss_on == "all",
         evaluation_samples=run.training.batch_size * run.training.evaluation_batches,
         seed=asked.seed,
         shuffle_buffer=asked.shuffle_buffer,

@@ -23,6 +23,7 @@ from bireme.train.data.samples import (
     check_ids,
     document_end_near,
     only,
+    targets,
 )
 from bireme.train.data.tokenizer import Ids
 
@@ -189,14 +190,11 @@ class DocumentSamples:
         ends = np.asarray(self.tokens.document_ends, np.int64)
         return int((~np.isin(self.pieces.ends, ends)).sum())
 
-    def num_without_targets(self) -> int:
-        """How many samples hold no token that counts and has one before it to be predicted from."""
-        counted = 0
+    def num_targets(self) -> Iterator[int]:
+        """For each sample the tokens that count and have one before them to be predicted from."""
         for number in range(len(self)):
-            pieces = self.pieces.of_sample(number)
-            counted += any((self.tokens.ids[begin + 1 : end] >= 0).any() for begin, end in pieces)
+            yield sum(targets(self.tokens, begin, end) for begin, end in self.pieces.of_sample(number))
         self.tokens.let_go()
-        return len(self) - counted
 
     def _signed(self, begin: int, end: int) -> Ids:
         return np.asarray(self.tokens.ids[begin:end]).astype(np.int64)

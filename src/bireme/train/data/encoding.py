@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,8 +26,8 @@ from bireme.train.data.samples import Tokens
 from bireme.train.data.text_files import Passage, TextFiles
 from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
 
-# Rows with answers to token ids: conversations by a tokenizer's chat template, prompts with completions as
-# they are. Only answers count in the loss.
+# Rows with answers to token ids: conversations by a tokenizer's chat template or with plain headings, prompts
+# with completions as they are. Only answers count in the loss, unless data.loss_on asks for all.
 #
 # Where the template marks what the assistant says ({% generation %}), its marks decide. Else an answer is
 # what the template adds to the conversation before it: the ids with the answer, less those up to the answer's
@@ -35,6 +35,7 @@ from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _USER, _ASSISTANT, _SYSTEM, _TOOL = "user", "assistant", "system", "tool"
+_INPUT = "### Input:\n"
 
 _ROLES = {
     "human": _USER,
@@ -49,39 +50,70 @@ _ROLES = {
 } | {role: role for role in (_USER, _ASSISTANT, _SYSTEM, _TOOL)}
 """The speakers of ShareGPT's conversations, in lower case, and the roles of chat templates that they have."""
 
+_HEADINGS = {
+    _SYSTEM: "",
+    "developer": "",
+    _USER: "### Instruction:\n",
+    _ASSISTANT: "### Response:\n",
+    _TOOL: "### Tool:\n",
+}
+"""What stands before the messages of a conversation if the tokenizer has no chat template."""
+
 _FORMAT = 1
 """Of the texts that are made here without a template."""
 
 Messages = Sequence[dict[str, Any]]
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer; `origin` is whose conversations it is for."""
+class ChatForm(Protocol):
+    """How a conversation becomes token ids."""
 
-    def __init__(self, tokenizer: Tokenizer | None, origin: str) -> None:
-        template = _template(tokenizer)
-        if not isinstance(tokenizer, FolderTokenizer) or template is None:
-            raise BiremeError(
-                f"{origin} holds conversations, and the tokenizer has no chat template to make text of "
-                "them. Set data.tokenizer to the folder of a tokenizer with one, such as that of a chat "
-                "model."
-            )
+    is_template: bool
+    """Whether it is the tokenizer's own chat template."""
+
+    @property
+    def identity(self) -> str:
+        """Words that differ when the same conversation may give other ids."""
+
+    def question(self, text: str) -> list[int]:
+        """The ids of a conversation with one message of the user's, up to where the answer begins."""
+
+    def encode(self, messages: Messages, where: str) -> IdRow:
+        """The ids of a conversation, of which those of answers count; `where` is what to call it."""
+
+
+def chat_form(tokenizer: Tokenizer) -> ChatForm:
+    """The tokenizer's chat template; plain headings if it has none."""
+    found = tokenizer.backend.chat_template if isinstance(tokenizer, FolderTokenizer) else None
+    if isinstance(found, dict):  # several templates by name, such as one for tools
+        found = found.get("default")
+    if isinstance(tokenizer, FolderTokenizer) and isinstance(found, str):
+        return ChatTemplate(tokenizer, found)
+    return PlainHeadings(tokenizer)
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    is_template = True
+
+    def __init__(self, tokenizer: FolderTokenizer, template: str) -> None:
         self._backend = tokenizer.backend
         self._template = template
 
     @property
     def identity(self) -> str:
-        """Words that differ when the same conversation may give other ids."""
+        """A digest of the template."""
         return f"chat {sha256(self._template.encode()).hexdigest()}"
 
     def question(self, text: str) -> list[int]:
-        """The ids of a conversation with one message of the user's, up to where the answer begins."""
+        """The ids of a message of the user's, and of the beginning of an answer."""
         return self._ids([{"role": _USER, "content": text}], asks=True)
 
     def encode(self, messages: Messages, where: str) -> IdRow:
         """The ids of a conversation, of which those of answers count; `where` is what to call it."""
         try:
-            if _MARKS.search(self._template):
+            if _MARKS.search(self._template) and all(map(_counts, messages)):
                 made = self._backend.apply_chat_template(
                     list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
                 )
@@ -102,7 +134,7 @@ class ChatTemplate:
         ids = self._ids(messages)
         counts = np.zeros(len(ids), np.bool_)
         for place, message in enumerate(messages):
-            if message["role"] != _ASSISTANT:
+            if message["role"] != _ASSISTANT or not _counts(message):
                 continue
             begin = self._ids(messages[:place], asks=True) if place else []
             end = self._ids(messages[: place + 1])
@@ -124,57 +156,113 @@ class ChatTemplate:
         return [int(number) for number in made["input_ids"]]
 
 
+class PlainHeadings:
+    """Conversations as text with a heading before each message, and the end of text after each answer."""
+
+    is_template = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def identity(self) -> str:
+        """The version of the headings."""
+        return f"answers {_FORMAT}"
+
+    def question(self, text: str) -> list[int]:
+        """The ids of a message of the user's, and of the beginning of an answer."""
+        return self._tokenizer.encode(f"{_HEADINGS[_USER]}{text}\n\n{_HEADINGS[_ASSISTANT]}")
+
+    def encode(self, messages: Messages, where: str) -> IdRow:
+        """The ids of a conversation, of which those of answers count; `where` is what to call it."""
+        parts: list[tuple[list[int], bool]] = []
+        before = ""
+        for message in messages:
+            if "content" not in message or "tool_calls" in message:
+                raise BiremeError(
+                    f"In {where} a message calls a tool, and the tokenizer has no chat template to write "
+                    "that with. Set data.tokenizer to the folder of a tokenizer with one."
+                )
+            role = message["role"]
+            before += _HEADINGS[role if role in _HEADINGS else _role(role, where)]
+            if role == _ASSISTANT:
+                parts.append((self._tokenizer.encode(before), False))
+                parts.append((_with_end(message["content"], self._tokenizer), _counts(message)))
+                before = "\n\n"
+            else:
+                before += f"{message['content']}\n\n"
+        if before.strip():  # nobody has answered yet
+            parts.append((self._tokenizer.encode(before), False))
+        return _joined(parts)
+
+
+def _counts(message: Mapping[str, Any]) -> bool:
+    """Whether an answer counts in the loss: OpenAI's data turn some off with a weight of 0."""
+    return message.get("weight") != 0
+
+
+def _with_end(answer: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of an answer, and the end of text."""
+    end = tokenizer.end_of_text
+    return [*tokenizer.encode(answer), *(() if end is None else (end,))]
+
+
+def _joined(parts: Sequence[tuple[list[int], bool]]) -> IdRow:
+    """One row of ids from its parts, each with whether it counts."""
+    ids = [number for part, _ in parts for number in part]
+    counts = [counted for part, counted in parts for _ in part]
+    return IdRow(np.asarray(ids, np.int64), np.asarray(counts, np.bool_))
+
+
 class AnswerRows:
     """Encodes the rows of a source that holds conversations, or prompts with completions.
 
-    Conversations need a chat template. Alpaca's rows become conversations if the tokenizer has one, else
-    texts with headings. A prompt and a completion that are texts follow each other as they are.
+    Alpaca's rows become conversations. A prompt and a completion that are texts follow each other as they
+    are, without a `chat` form.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, source: SavedRows) -> None:
+        if tokenizer is None:
+            raise BiremeError(f"{source.origin} holds text, but there is no tokenizer for it.")
         self._source, self._tokenizer = source, tokenizer
-        is_chat = source.content is Content.CHATS
-        uses_template = is_chat or (self._is_alpaca and _template(tokenizer) is not None)
-        self._template = ChatTemplate(tokenizer, source.origin) if uses_template else None
-
-    @property
-    def uses_template(self) -> bool:
-        """Whether rows become text by the tokenizer's chat template."""
-        return self._template is not None
+        is_text = source.content is not Content.CHATS and not source.is_alpaca
+        self.chat = None if is_text else chat_form(tokenizer)
 
     @property
     def identity(self) -> str:
         """Words that differ when the same row may give other ids."""
-        return f"answers {_FORMAT}" if self._template is None else self._template.identity
+        form = f"answers {_FORMAT}" if self.chat is None else self.chat.identity
+        return f"{form} {'all' if self._source.counts_all else ''}".rstrip()
 
     def encoded(self, skip: Callable[[str], None]) -> Iterator[IdRow]:
         """The ids of all rows, of which those of answers count; `skip` is told of rows without any."""
-        for number, row in enumerate(self._source.rows()):
-            where = f"row {number} of {self._source.origin}"
-            if self._source.content is Content.CHATS:
-                messages = self._messages(row, where)
-                if messages and self._template is not None:
-                    yield self._template.encode(messages, where)
-                else:
-                    skip(where)
-                continue
-            prompt, answer = (self._text(row, name, where) for name in self._pair)
-            if not prompt or not answer:
-                skip(where)
-            elif not self._is_alpaca:
-                yield self._followed(prompt, answer)
+        for number, row in self._source.rows():
+            found = self._encoded(row, self._source.name_of(number))
+            if found is None:
+                skip(self._source.name_of(number))
+            elif self._source.counts_all:
+                yield IdRow(found.ids, np.ones(len(found.ids), np.bool_))
             else:
-                yield self._alpaca(row, prompt, answer, where)
+                yield found
 
-    @property
-    def _is_alpaca(self) -> bool:
-        return self._source.columns[0] == ALPACA[0]
-
-    @property
-    def _pair(self) -> tuple[str, str]:
-        return (
-            (ALPACA[0], ALPACA[1]) if self._is_alpaca else (self._source.columns[0], self._source.columns[1])
-        )
+    def _encoded(self, row: Row, where: str) -> IdRow | None:
+        """The ids of a row; None if it has no messages, or no question, or no answer."""
+        columns = self._source.columns
+        if self._source.content is Content.CHATS:
+            assert self.chat is not None
+            messages = self._messages(row, where)
+            return self.chat.encode(messages, where) if messages else None
+        prompt, answer = (self._text(row, name, where) for name in columns[:2])
+        if not prompt or not answer:
+            return None
+        if self.chat is None:
+            parts = [(self._tokenizer.encode(prompt), False), (_with_end(answer, self._tokenizer), True)]
+            return _joined(parts)
+        given, system = (self._text(row, name, where) for name in ALPACA[2:])
+        if given:
+            prompt += f"\n\n{'' if self.chat.is_template else _INPUT}{given}"
+        turns = ((_SYSTEM, system), (_USER, prompt), (_ASSISTANT, answer))
+        return self.chat.encode([{"role": who, "content": text} for who, text in turns if text], where)
 
     def _messages(self, row: Row, where: str) -> Messages:
         """The messages of a conversation; those of a prompt and of its completion are one."""
@@ -186,9 +274,13 @@ class AnswerRows:
                 # A dataset has every key in every message, and None where a message lacks it.
                 message = {key: value for key, value in one.items() if value is not None}
                 if {"from", "value"} <= set(message):
-                    message = {"role": _role(message["from"], where), "content": message["value"]}
+                    weight = {key: message[key] for key in ("weight",) if key in message}
+                    message = {"role": _role(message["from"], where), "content": message["value"]} | weight
                 if "role" not in message or not message.keys() & {"content", "tool_calls"}:
                     raise _no_messages(where, column)
+                message["role"] = _ROLES.get(str(message["role"]).lower(), message["role"])
+                if "content" in message:
+                    message["content"] = _content(message["content"], where)
                 found.append(message)
         return found
 
@@ -201,31 +293,6 @@ class AnswerRows:
             )
         return text or ""
 
-    def _alpaca(self, row: Row, instruction: str, output: str, where: str) -> IdRow:
-        given, system = (self._text(row, name, where) for name in ALPACA[2:])
-        if self._template is not None:
-            question = f"{instruction}\n\n{given}" if given else instruction
-            before = [{"role": _SYSTEM, "content": system}] if system else []
-            asked = {"role": _USER, "content": question}
-            return self._template.encode([*before, asked, {"role": _ASSISTANT, "content": output}], where)
-        parts = [system, f"### Instruction:\n{instruction}", f"### Input:\n{given}" if given else ""]
-        return self._followed("\n\n".join([*filter(None, parts), "### Response:\n"]), output)
-
-    def _followed(self, prompt: str, answer: str) -> IdRow:
-        """The ids of a text, of its answer, and the end of text, of which the last two count."""
-        if self._tokenizer is None:
-            raise BiremeError(f"{self._source.origin} holds text, but there is no tokenizer for it.")
-        end = self._tokenizer.end_of_text
-        asked = self._tokenizer.encode(prompt)
-        answered = [*self._tokenizer.encode(answer), *(() if end is None else (end,))]
-        ids = np.asarray([*asked, *answered], np.int64)
-        return IdRow(ids, np.arange(len(ids)) >= len(asked))
-
-
-def _template(tokenizer: Tokenizer | None) -> str | None:
-    found = tokenizer.backend.chat_template if isinstance(tokenizer, FolderTokenizer) else None
-    return found if isinstance(found, str) else None
-
 
 def _role(speaker: object, where: str) -> str:
     role = _ROLES.get(str(speaker).lower())
@@ -234,6 +301,18 @@ def _role(speaker: object, where: str) -> str:
             f"In {where} a message is from {speaker!r}. Bireme takes messages from {', '.join(_ROLES)}."
         )
     return role
+
+
+def _content(content: object, where: str) -> str:
+    """The text of a message, which may be in parts of type text."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [one.get("text") if isinstance(one, Mapping) else one for one in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BiremeError(
+            f"In {where} the content of a message is not text. Bireme learns text alone: leave out images "
+            "and sound, and write numbers and tables as text."
+        )
+    return "".join(map(str, texts))
 
 
 def _no_messages(where: str, column: str) -> BiremeError:

@@ -70,18 +70,30 @@ class IdRow:
 class SavedRows:
     """A dataset, one document a row, in these columns; text and ids are in the first.
 
-    `rows` gives all rows from the first on, each time that it is called. `size` is how many there are, None
-    for a stream, whose end nobody knows. `num_files` is None if the library does not say which files it
-    reads.
+    `rows` gives all rows from the first on, each with its number, each time that it is called. The numbers
+    are those of lines, from 1, if `counts_lines`. `size` is how many there are, None for a stream, whose end
+    nobody knows. `num_files` is None if the library does not say which files it reads. With `counts_all` all
+    tokens of conversations count in the loss.
     """
 
     origin: str
-    rows: Callable[[], Iterable[Row]]
+    rows: Callable[[], Iterable[tuple[int, Row]]]
     size: int | None
     columns: tuple[str, ...]
     content: Content
     identity: str
     num_files: int | None = None
+    counts_lines: bool = False
+    counts_all: bool = False
+
+    def name_of(self, number: int) -> str:
+        """What to call the row of this number in a message."""
+        return f"{'line' if self.counts_lines else 'row'} {number} of {self.origin}"
+
+    @property
+    def is_alpaca(self) -> bool:
+        """Whether each row is an instruction with its answer."""
+        return self.columns[0] == ALPACA[0] and self.content is Content.PAIRS
 
     @property
     def column(self) -> str:
@@ -95,10 +107,10 @@ class SavedRows:
 
     def passages(self, skip: Callable[[str], None]) -> Iterator[Passage]:
         """The text of all rows; `skip` is told of rows without any."""
-        for number, row in enumerate(self.rows()):
+        for number, row in self.rows():
             text = row[self.column]
             if not isinstance(text, str):
-                skip(f"row {number} of {self.origin}")
+                skip(self.name_of(number))
                 continue
             for begin in range(0, max(len(text), 1), PIECE_BYTES):
                 piece = text[begin : begin + PIECE_BYTES]
@@ -112,15 +124,15 @@ class SavedRows:
 
     def id_rows(self) -> Iterator[IdRow]:
         """The token ids of all rows."""
-        for number, row in enumerate(self.rows()):
+        for number, row in self.rows():
             try:
                 ids = np.asarray(row[self.column], np.int64)
             except (TypeError, ValueError, OverflowError):
                 ids = np.full(1, -1)
             if ids.ndim != 1 or (ids < 0).any():
                 raise BiremeError(
-                    f"Row {number} of {self.origin} has no list of token ids in its column "
-                    f"{self.column!r}. Ids are whole numbers from 0 on."
+                    f"In {self.name_of(number)} the column {self.column!r} holds no list of token ids. Ids "
+                    "are whole numbers from 0 on."
                 )
             yield IdRow(ids, self._counts(row, ids, number))
 
@@ -130,7 +142,7 @@ class SavedRows:
         labels = np.asarray(row[_LABELS])
         if labels.shape != ids.shape or ((labels != ids) & (labels != IGNORED)).any():
             raise BiremeError(
-                f"In row {number} of {self.origin} the labels are not the input_ids themselves or -100. "
+                f"In {self.name_of(number)} the labels are not the input_ids themselves or -100. "
                 "Tokens are packed, and the model shifts them; for other labels write a function that "
                 "returns samples."
             )
@@ -148,7 +160,8 @@ def _rows_of_dataset(
     """
     if not is_stream:
         dataset = dataset.with_format(None)
-    first: Row | None = next(iter(dataset if is_stream else _sliced(dataset, 1)), None)
+    rows = enumerate(dataset) if is_stream else _sliced(dataset, 1)
+    first: Row | None = next((row for _, row in rows), None)
     columns = list(dataset.column_names or first or ())
     features = dataset.features
     types = None if features is None else {name: getattr(features[name], "dtype", None) for name in columns}
@@ -156,7 +169,7 @@ def _rows_of_dataset(
     dataset = dataset.select_columns(list(names))
     return SavedRows(
         origin,
-        (lambda: dataset) if is_stream else partial(_sliced, dataset),
+        partial(enumerate, dataset) if is_stream else partial(_sliced, dataset),
         None if is_stream else len(dataset),
         names,
         content,
@@ -168,7 +181,7 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
     """The rows of a file with a JSON object in each line; empty lines are passed over."""
     try:
         status = path.stat()
-        first = next(_json_lines(path), None)
+        first = next((row for _, row in _json_lines(path)), None)
         with path.open("rb") as file:
             size = sum(1 for line in file if line.strip())
     except OSError as error:
@@ -185,6 +198,7 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
         content,
         f"lines {' '.join(columns)} {identity}",
         num_files=1,
+        counts_lines=True,
     )
 
 
@@ -198,8 +212,8 @@ def _broken_line(path: Path) -> BiremeError | None:
     return None
 
 
-def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[Row]:
-    """The objects of all lines; of these columns, None where an object has no such key, or whole."""
+def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[int, Row]]:
+    """The number of each line, and its object: whole, or these columns with None for a missing key."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -217,7 +231,7 @@ def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[Ro
                     f"{path}, line {number}, holds a {type(found).__name__} and not a JSON object, such as "
                     '{"text": "…"}. Correct the line, or take it out.'
                 )
-            yield found if columns is None else {name: found.get(name) for name in columns}
+            yield number, found if columns is None else {name: found.get(name) for name in columns}
 
 
 def _layout(
@@ -253,13 +267,13 @@ def _layout(
     return (chosen, _LABELS) if has_labels else (chosen,), Content.IDS
 
 
-def _sliced(dataset: Any, most: int | None = None) -> Iterator[Row]:
-    """The rows of a dataset that lies here, read by the many."""
+def _sliced(dataset: Any, most: int | None = None) -> Iterator[tuple[int, Row]]:
+    """The numbered rows of a dataset that lies here, read by the many."""
     end = len(dataset) if most is None else min(most, len(dataset))
     for begin in range(0, end, _NUM_ROWS_AT_ONCE):
         columns = dataset[begin : min(begin + _NUM_ROWS_AT_ONCE, end)]
-        for cells in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, cells, strict=True))
+        for number, cells in enumerate(zip(*columns.values(), strict=True), begin):
+            yield number, dict(zip(columns, cells, strict=True))
 
 
 def _likely_column(origin: str, columns: list[str], is_text: Callable[[str], bool]) -> str:

@@ -6,7 +6,7 @@ which then finds the tokens in the cache.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
@@ -211,6 +211,7 @@ class DataRequest:
     evaluation_samples: int = 256
     seed: int = 0
     shuffle_buffer: int = 1000
+    counts_all: bool = False
     keeps_rest: bool = False
 
 
@@ -235,14 +236,33 @@ class Counted(StrEnum):
     OWN = "the model's own loss"
 
 
+class Form(StrEnum):
+    """How rows with answers become text."""
+
+    TEMPLATE = "the tokenizer's chat template"
+    HEADINGS = "plain headings"
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """What a source was found to hold: what to call it, the columns that are read, and how it is learned."""
+
+    origin: str
+    what: str
+    columns: tuple[str, ...]
+    form: Form | None
+    counted: Counted
+    num_files: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class RunData:
     """The samples of a run.
 
     `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
-    tokens, documents and files are None where nobody knows them, as of a stream. `num_skipped` counts files
-    and rows that were left out, of all sources. `held` is the corpus of the evaluation source. `counted` has
-    the tokens that count in the loss of each source.
+    tokens and documents are None where nobody knows them, as of a stream. `num_skipped` counts files
+    and rows that were left out, of all sources. `held` is the corpus of the evaluation source. `recognized`
+    has what each source was found to hold.
     """
 
     training: Samples
@@ -252,21 +272,29 @@ class RunData:
     num_documents: int | None
     num_skipped: int
     is_text: bool
-    num_files: int | None = None
     held: Tokens | None = None
-    counted: tuple["Counted", ...] = ()
-    uses_template: bool = False
-    """Whether conversations are among the data, which a chat template made text of."""
+    recognized: tuple[Recognized, ...] = ()
+
+    @property
+    def num_files(self) -> int | None:
+        """The files of all sources; None if the number is not known."""
+        counts = [one.num_files for one in self.recognized]
+        return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def loss_on(self) -> str:
         """Which tokens count in the loss, those of several sources one after the other."""
-        return ", ".join(dict.fromkeys(self.counted))
+        return ", ".join(dict.fromkeys(one.counted for one in self.recognized))
 
     @property
     def has_answers(self) -> bool:
         """Whether some source holds conversations, or prompts with answers."""
-        return Counted.ANSWERS in self.counted
+        return any(one.counted is Counted.ANSWERS for one in self.recognized)
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether some source holds conversations, or becomes conversations."""
+        return any(one.form for one in self.recognized)
 
     def order(self, seed: int) -> SampleOrder:
         """The order in which a run goes through the samples to train on."""
@@ -308,7 +336,6 @@ def prepare_data(
                 _check_inputs(one, model.inputs, purpose)
     corpora = [one.data for one in made if isinstance(one.data, Tokens)]
     ends = [one.document_ends for one in corpora if one.document_ends is not None]
-    files = [_num_files(source) for source in sources]
     return RunData(
         training=training,
         evaluation=evaluation,
@@ -319,10 +346,10 @@ def prepare_data(
             one.data.num_skipped for one in (*made, held) if one and isinstance(one.data, Tokens)
         ),
         is_text=not any(isinstance(one.data, OwnSamples) for one in made),
-        num_files=None if None in files else sum(one or 0 for one in files),
         held=held.data if held is not None and isinstance(held.data, Tokens) else None,
-        counted=tuple(_counted(source) for source in sources),
-        uses_template=any(_uses_template(source, maker.tokenizer) for source in sources),
+        recognized=tuple(
+            _recognized(name, source, maker.tokenizer) for name, source in zip(names, sources, strict=True)
+        ),
     )
 
 
@@ -337,30 +364,25 @@ def _mixed(request: DataRequest, samples: Sequence[Samples]) -> MixedSamples:
 
 
 def _opened(request: DataRequest, text: str) -> Source:
-    return open_source(text, pattern=request.pattern, text_column=request.text_column, dtype=request.dtype)
+    found = open_source(text, pattern=request.pattern, text_column=request.text_column, dtype=request.dtype)
+    return replace(found, counts_all=request.counts_all) if isinstance(found, SavedRows) else found
 
 
-def _num_files(source: Source) -> int | None:
-    match source:
-        case TextFiles():
-            return len(source.files)
-        case SavedRows():
-            return source.num_files
-    return 1 if isinstance(source, Tokens) else None
-
-
-def _counted(source: Source) -> Counted:
-    if isinstance(source, OwnSamples):
-        return Counted.OWN
-    if isinstance(source, SavedRows) and source.has_answers:
-        return Counted.ANSWERS
-    return Counted.LABELED if isinstance(source, SavedRows) and source.has_labels else Counted.ALL
-
-
-def _uses_template(source: Source, tokenizer: Tokenizer | None) -> bool:
-    if not isinstance(source, SavedRows) or not source.has_answers:
-        return False
-    return AnswerRows(tokenizer, source).uses_template
+def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recognized:
+    if not isinstance(source, SavedRows):
+        what = "samples of a function" if isinstance(source, OwnSamples) else "token ids"
+        what = "text" if isinstance(source, TextFiles) else what
+        num_files = len(source.files) if isinstance(source, TextFiles) else int(isinstance(source, Tokens))
+        counts = Counted.OWN if isinstance(source, OwnSamples) else Counted.ALL
+        return Recognized(name, what, (), None, counts, num_files or None)
+    what, form = source.content.value, None
+    counts = Counted.LABELED if source.has_labels else Counted.ALL
+    if source.has_answers:
+        chat = AnswerRows(tokenizer, source).chat
+        form = None if chat is None else Form.TEMPLATE if chat.is_template else Form.HEADINGS
+        what = "instructions with answers" if source.is_alpaca else what
+        counts = Counted.ALL if source.counts_all else Counted.ANSWERS
+    return Recognized(name, what, source.columns, form, counts, source.num_files)
 
 
 def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
@@ -467,7 +489,13 @@ def data_notes(data: RunData) -> tuple[str, ...]:
     """
     padded = (note for one in sources_of(data.training).values() for note in _padding(one))
     held = () if data.held is None else _unread(data.held)
-    return (*sample_notes(data.training), *padded, *held)
+    plain = (
+        f"{one.origin} holds conversations, and the tokenizer has no chat template: messages get plain "
+        "headings, such as ### Response:. A tokenizer with a template can be named in data.tokenizer."
+        for one in data.recognized
+        if one.form is Form.HEADINGS and one.what == Content.CHATS
+    )
+    return (*plain, *sample_notes(data.training), *padded, *held)
 
 
 def sample_notes(samples: Samples) -> tuple[str, ...]:
@@ -484,7 +512,7 @@ def _losses(samples: Samples) -> Iterator[str]:
             f"{samples.num_cut_off} of {len(samples)} documents of {samples.tokens.origin} are longer than "
             f"data.length = {samples.length} and lose their ends."
         )
-    if samples.tokens.has_uncounted and (num_idle := samples.num_without_targets()):
+    if samples.tokens.has_uncounted and (num_idle := sum(not count for count in samples.num_targets())):
         yield (
             f"{num_idle} of {len(samples)} samples of {samples.tokens.origin} hold no answer, or no other "
             "token that counts in the loss, and have weight zero. A larger data.length may leave fewer."
@@ -496,7 +524,7 @@ def _unread(tokens: Tokens) -> Iterator[str]:
     if tokens.origin == _BUILT_IN or not (tokens.num_unread or tokens.num_replaced):
         return
     named = _names(tokens.unread, tokens.num_unread)
-    if named.startswith("row "):
+    if named.startswith(("row ", "line ")):
         yield f"Left out of {tokens.origin}: {counted(tokens.num_unread, 'row')} without text, {named}."
         return
     lost = []

@@ -217,13 +217,18 @@ class PackedSamples:
         """The tokens that samples are cut from, with those at the end that no sample has."""
         return max(self.end - self.begin, 0)
 
-    def num_without_targets(self) -> int:
-        """How many samples hold no token that counts and has one before it to be predicted from."""
-        firsts = range(self.begin, self.begin + len(self) * self.length, self.length)
-        ends = ((one, min(one + self.length, self.end)) for one in firsts)
-        counted = sum(bool((self.tokens.ids[one + 1 : end] >= 0).any()) for one, end in ends)
+    def num_targets(self) -> Iterator[int]:
+        """For each sample the tokens that count and have one before them to be predicted from."""
+        for first in range(self.begin, self.begin + len(self) * self.length, self.length):
+            yield targets(self.tokens, first, min(first + self.length, self.end))
         self.tokens.let_go()
-        return len(self) - counted
+
+
+def targets(tokens: Tokens, begin: int, end: int) -> int:
+    """The tokens of a piece of text that count in the loss: the first one is predicted from nothing."""
+    if not tokens.has_uncounted:
+        return max(end - begin - 1, 0)
+    return int(np.count_nonzero(tokens.ids[begin + 1 : end] >= 0))
 
 
 def check_ids(ids: NDArray[np.int64], numbers: Sequence[int], vocabulary: int | None, origin: str) -> None:

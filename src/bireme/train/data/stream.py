@@ -64,6 +64,11 @@ class StreamSamples:
         self._first: Pieces | None = None
         self._last = deque[Pieces](maxlen=max(_KEPT_TOKENS // cut.length, 1))
 
+    @property
+    def padding(self) -> int:
+        """The id that fills samples up."""
+        return self._cut.padding
+
     def __len__(self) -> int:
         return _NUM_SAMPLES
 
@@ -116,8 +121,8 @@ class StreamSamples:
             if not has_any:
                 raise BiremeError(f"{self.origin} has no text in it, so there is nothing to train on.")
 
-    def _shuffled(self, epoch: int) -> Iterator[Row]:
-        """The rows of an epoch; each leaves the buffer at random, for one that comes."""
+    def _shuffled(self, epoch: int) -> Iterator[tuple[int, Row]]:
+        """The numbered rows of an epoch; each leaves the buffer at random, for one that comes."""
         draws = Random(f"{self.order.seed} {epoch}")
         rows = islice(iter(self._rows.rows()), self._num_apart, None)
         buffer = list(islice(rows, max(self.order.shuffle_buffer, 1)))
@@ -153,7 +158,7 @@ class HeldRows:
 def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: Cut, num_samples: int) -> HeldRows:
     """The first rows of a stream that make so many samples, to evaluate with."""
     stream = iter(rows.rows())
-    held: list[Row] = []
+    held: list[tuple[int, Row]] = []
     apart = replace(rows, rows=lambda: held)
     while chunk := list(islice(stream, max(_HELD_AT_ONCE, len(held)))):
         held += chunk

@@ -87,6 +87,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without the marks among them; whatever they are, this is some text."""
 
+    def marked(self, ids: Sequence[int]) -> str:
+        """The text of ids as it is, with the marks among them."""
+
     def byte_lengths(self) -> Ids | None:
         """The bytes of text that each token stands for, by id; None where that is not known."""
 
@@ -123,6 +126,11 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text; bytes that are none in UTF-8 show as U+FFFD."""
         return bytes(number for number in ids if 0 <= number < _NUM_BYTES).decode(errors="replace")
+
+    def marked(self, ids: Sequence[int]) -> str:
+        """The text, and a mark for each end of a text."""
+        parts = (b"<end>" if number == _NUM_BYTES else bytes((number,)) for number in ids)
+        return b"".join(parts).decode(errors="replace")
 
     def byte_lengths(self) -> Ids:
         """One each, and none for the end of a text."""
@@ -174,6 +182,12 @@ class FolderTokenizer:
         """The text; ids beyond the vocabulary, which a model with a larger one can write, are left out."""
         known = [int(number) for number in ids if 0 <= number < self.num_tokens]
         return str(self.backend.decode(known, skip_special_tokens=True))
+
+    def marked(self, ids: Sequence[int]) -> str:
+        """The text with special tokens; ids beyond the vocabulary show as such."""
+        if any(number >= self.num_tokens for number in ids):
+            return " ".join(f"<{number}>" for number in ids)
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def byte_lengths(self) -> Ids | None:
         """From the tokenizer's description of itself, if it has one."""

@@ -86,6 +86,11 @@ class Data(Table):
         "a sample of its own. By default none for conversations, else stream",
         examples=["documents"],
     )
+    loss_on: Literal["answers", "all"] = Field(
+        default="answers",
+        description="Tokens of conversations and of prompts with answers that count in the loss: answers, or "
+        "all. Of other data all tokens count",
+    )
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
         default=0.05,
         description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. Not "
@@ -99,7 +104,8 @@ class Data(Table):
     text_column: Text | None = Field(
         default=None,
         description="Column of a dataset with the text, the tokens or the messages of conversations. By "
-        "default input_ids, else text, else messages, else the only column with text",
+        "default input_ids, else a prompt with its answer, else text, messages or conversations, else the "
+        "only column with text",
         examples=["text"],
     )
     pattern: Text = Field(
