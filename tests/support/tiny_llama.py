@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["llama_config", "save_config", "save_llama"]
+__all__ = ["greedy", "llama_config", "save_config", "save_llama"]
 
 SIZES = {
     "vocab_size": 300,
@@ -41,3 +41,14 @@ def save_config(folder: Path, **sizes: Any) -> Path:
     plain = llama_config(**sizes).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(plain))
     return folder
+
+
+def greedy(folder: Path, prompt: str, count: int) -> list[int]:
+    """The likeliest ids after a prompt, from transformers' own `generate`."""
+    transformers: Any = importlib.import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    given = tokenizer(prompt, return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    found: list[int] = made[0, given["input_ids"].shape[1] :].tolist()
+    return found

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bireme.report.data_table import DataView, print_data
-from bireme.train.data.prepare import DataRequest, Form, ModelSide, prepare_data
+from bireme.train.data.prepare import DataRequest, ModelSide, RowForm, prepare_data
 from bireme.train.data.viewing import view_of
 from tests.support.command import bireme
 from tests.support.tiny_llama import save_config
@@ -89,7 +89,7 @@ def test_a_model_s_folder_gives_the_tokenizer_its_template_and_the_length(
     found = bireme(capsys, *words, "--json").document
     assert (found["length"], found["tokenizer"].split()[0]) == (32, "TokenizersBackend")
     (source,) = found["sources"]
-    assert source["written_by"] == Form.TEMPLATE
+    assert source["written_by"] == RowForm.TEMPLATE
     tokens = source["samples"][0]["tokens"]
     assert "".join(one["text"] for one in tokens).startswith("[system]Be brief.<end>[user]2")
     assert "without text, line 2 of" in found["warnings"][0]

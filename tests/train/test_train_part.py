@@ -28,7 +28,7 @@ from tests.support.command import bireme
 from tests.support.once import made_once
 from tests.support.paged import paged, sizes_of
 from tests.support.small_models import Model
-from tests.support.tiny_llama import save_llama
+from tests.support.tiny_llama import greedy, save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.training import losses, settings, write_run
 
@@ -108,6 +108,21 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.long
+def test_a_run_with_an_adapter_writes_what_its_merged_model_writes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run as stages with the adapter, the merged model with transformers."""
+    merged, prompt = str(tmp_path / "merged"), "def function(self"
+    assert bireme(capsys, "merge", str(run), "--to", merged, "--json").document["step"] == 8
+    words = [prompt, "--tokens", "12", "--temperature", "0", "--json"]
+    found = bireme(capsys, "generate", str(run), *words).document
+    again = bireme(capsys, "generate", merged, *words).document
+    assert (found["step"], again["step"]) == (8, 8)
+    assert ("without a cache" in found["by"], "with a cache" in again["by"]) == (True, True)
+    assert found["ids"] == again["ids"] == greedy(Path(merged), prompt, 12)
+
+
+@pytest.mark.long
 def test_a_run_of_an_adapter_resumes_to_the_last_bit_with_its_base_and_no_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +186,6 @@ def test_a_run_without_an_adapter_has_nothing_to_merge(
     run.mkdir()
     for name in ("run.toml", "plan.json", "graph.json"):
         (run / name).touch()
-    result = bireme(capsys, "export", str(run), "--to", str(tmp_path / "to"), "--merged")
+    result = bireme(capsys, "merge", str(run), "--to", str(tmp_path / "to"))
     assert result.status == 2
-    assert "has trained no adapter, so there is nothing to merge. Leave out --merged." in result.err
+    assert "has trained no adapter, so there is nothing to merge. Export the model as it is" in result.err

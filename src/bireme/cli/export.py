@@ -39,7 +39,8 @@ def export(
     run = folder.load_run()
     if merged and run.model.lora.rank is None:
         raise BiremeError(
-            f"{run_dir} has trained no adapter, so there is nothing to merge. Leave out --merged."
+            f"{run_dir} has trained no adapter, so there is nothing to merge. Export the model as it is: "
+            f"bireme export {shlex.quote(str(run_dir))} --to {shlex.quote(str(to))}"
         )
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)

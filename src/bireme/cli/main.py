@@ -60,6 +60,10 @@ VERBS = {
         TRAIN,
         "Export the latest model of a run: a transformers folder, or safetensors with the model's names.",
     ),
+    "merge": Verb(
+        TRAIN, "Add the adapter of a run to its base, and export the whole model: `bireme export --merged`."
+    ),
+    "generate": Verb(TRAIN, "Let a model write: continue a prompt, or answer it."),
     "profile": Verb(PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent."),
     "cluster": Verb(PLAN, "Servers, devices and links: find, measure and show them."),
     "plan": Verb(

@@ -1,9 +1,8 @@
 """What comes of a run that has ended: an exported model, a sample of what it writes, and a summary."""
 
-import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.data.encoding import chat_form
 from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import IGNORED
-from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
+from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
+from bireme.train.generating import TextRequest, continued, end_ids
 from bireme.train.initial_weights import remove_initial
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun
@@ -131,13 +131,23 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
     first = tokenizer.encode(run.log.prompt) or [tokenizer.end_of_text or 0]
     if example is not None:
         first = _question(run, data, tokenizer, example)
-    ends = _ends(run, tokenizer, example)
+    ends = end_ids(run, tokenizer, () if example is None else example.answer)
     model = _model(run, weights)
+
+    def predict(ids: Sequence[int]) -> Tensor:
+        outputs = model(input_ids=torch.tensor([ids]))
+        scores: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1]
+        return scores
+
+    asked = TextRequest(run.log.prompt, run.log.sample_tokens, _TEMPERATURE, seed=0)
     before = torch.get_num_threads()
     if weights.num_bytes < _LEAST_SHARED_BYTES:
         torch.set_num_threads(1)
     try:
-        return tokenizer.decode(_continued(model, first, run, tokenizer.num_tokens, ends))
+        made = continued(
+            predict, first, asked, context=run.data.length, num_tokens=tokenizer.num_tokens, ends=ends
+        )
+        return tokenizer.decode([*first, *made])
     except Exception:
         if run.model.source.startswith(("gpt:", "hf:")):
             raise
@@ -177,25 +187,6 @@ def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Examp
     return tokenizer.encode(prompt) or example.question
 
 
-def _ends(run: RunFile, tokenizer: Tokenizer, example: _Example | None) -> frozenset[int]:
-    """The ids after which a text is over: the tokenizer's end, those of the model's folder, and the special
-    token at the end of an answer.
-    """
-    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
-    if run.model.source.startswith("hf:"):
-        for name in ("config.json", "generation_config.json"):
-            try:
-                path = Path(run.model.source.removeprefix("hf:")) / name
-                own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (OSError, ValueError, AttributeError):
-                continue
-            found.update(one for one in (own if isinstance(own, list) else [own]) if isinstance(one, int))
-    if example is not None and isinstance(tokenizer, FolderTokenizer):
-        special = set(tokenizer.backend.all_special_ids)
-        found.update([one for one in example.answer if one in special][-1:])
-    return frozenset(found)
-
-
 def _model(run: RunFile, weights: NewestWeights) -> Any:
     model: Any = load_source(
         run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
@@ -206,23 +197,3 @@ def _model(run: RunFile, weights: NewestWeights) -> Any:
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
-
-
-def _continued(
-    model: Any, first: list[int], run: RunFile, num_tokens: int, ends: frozenset[int]
-) -> list[int]:
-    """Samples ids below `num_tokens` one by one from the model's prediction after the last of the context, up
-    to one of the `ends`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    ids = list(first)
-    for _ in range(run.log.sample_tokens):
-        outputs = model(input_ids=torch.tensor([ids[-run.data.length :]]))
-        logits: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1].float()
-        logits[num_tokens:] = -torch.inf
-        shares = torch.softmax(logits / _TEMPERATURE, dim=-1)
-        chosen = int(torch.multinomial(shares, 1, generator=generator))
-        if chosen in ends:
-            break
-        ids.append(chosen)
-    return ids

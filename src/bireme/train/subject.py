@@ -1,4 +1,4 @@
-"""What `bireme evaluate` evaluates: a run at its last checkpoint, or a folder with a model.
+"""What `bireme evaluate` and `bireme generate` take: a run at its last checkpoint, or a folder with a model.
 
 Either becomes a run file that makes the model, and the place where its weights are.
 """
@@ -50,7 +50,10 @@ class Subject:
     def weights(self, model: RunModel, graph: Graph) -> Weights:
         """Reads parameters and buffers by name; those that no file holds are initialized."""
         if self.checkpoint is not None:
-            return _of_checkpoint(open_checkpoint(self.checkpoint), model.weights(graph))
+            checkpoint = open_checkpoint(self.checkpoint)
+            if checkpoint.manifest.machines:
+                checkpoint = checkpoint.with_holders(None)
+            return _of_checkpoint(checkpoint, model.weights(graph))
         if self.folder is not None:
             return _of_folder(self.folder, graph, model)
         return model.weights(graph)

@@ -236,7 +236,7 @@ class Counted(StrEnum):
     OWN = "the model's own loss"
 
 
-class Form(StrEnum):
+class RowForm(StrEnum):
     """How rows with answers become text."""
 
     TEMPLATE = "the tokenizer's chat template"
@@ -250,7 +250,7 @@ class Recognized:
     origin: str
     what: str
     columns: tuple[str, ...]
-    form: Form | None
+    form: RowForm | None
     counted: Counted
     num_files: int | None
 
@@ -379,7 +379,7 @@ def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recog
     counts = Counted.LABELED if source.has_labels else Counted.ALL
     if source.has_answers:
         chat = AnswerRows(tokenizer, source).chat
-        form = None if chat is None else Form.TEMPLATE if chat.is_template else Form.HEADINGS
+        form = None if chat is None else RowForm.TEMPLATE if chat.is_template else RowForm.HEADINGS
         what = "instructions with answers" if source.is_alpaca else what
         counts = Counted.ALL if source.counts_all else Counted.ANSWERS
     return Recognized(name, what, source.columns, form, counts, source.num_files)
@@ -493,7 +493,7 @@ def data_notes(data: RunData) -> tuple[str, ...]:
         f"{one.origin} holds conversations, and the tokenizer has no chat template: messages get plain "
         "headings, such as ### Response:. A tokenizer with a template can be named in data.tokenizer."
         for one in data.recognized
-        if one.form is Form.HEADINGS and one.what == Content.CHATS
+        if one.form is RowForm.HEADINGS and one.what == Content.CHATS
     )
     return (*plain, *sample_notes(data.training), *padded, *held)
 
