@@ -128,6 +128,12 @@ def test_answers_need_no_chat_template_if_they_follow_a_text(tmp_path: Path) -> 
     assert answer(given) == (f"{begin}### Input:\n2, 2\n\n### Response:\n", "4")
 
 
+def test_rows_without_messages_at_the_beginning_are_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": None}, {"messages": []}, {"messages": CHAT}]
+    [found] = _encoded(tmp_path, ByteTokenizer(), *rows)
+    assert found.counts.any()
+
+
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [

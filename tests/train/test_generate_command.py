@@ -1,5 +1,6 @@
 """`bireme generate`: the tokens of transformers' own `generate`, whether a model fits the memory or not."""
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from bireme.model.sources import load_source
 from bireme.model.weights import materialize
 from bireme.train import generating
 from bireme.train.generating import TextRequest, continued, writer_of
-from bireme.train.subject import subject_of
+from bireme.train.subject import Subject, subject_of
 from tests.support.command import bireme
 from tests.support.graphs import captured_once
 from tests.support.tiny_llama import greedy, save_llama
@@ -96,6 +97,19 @@ def test_a_chat_is_asked_by_the_template_and_ends_with_the_answer(tmp_path: Path
     drawn = [writer_of(subject, TextRequest("a", 9, 2.0, seed), lambda _d, _w: None) for seed in (1, 1, 2)]
     same, again, other = (one.write(lambda _text: None).ids for one in drawn)
     assert same == again != other
+
+
+def test_a_run_that_has_exported_its_newest_weights_writes_with_them(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "run" / "model")
+    run = subject_of(str(folder), (), lambda _text: None).run
+    for step, wanted in ((4, folder), (6, None)):
+        (folder / "bireme.json").write_text(json.dumps({"step": 4}))
+        subject = Subject(str(tmp_path / "run"), run, step=step, is_run=True)
+        assert generating._folder_of(subject) == wanted
+    whole = Subject(str(folder), run)
+    assert generating._folder_of(whole) == folder
+    (folder / "model.safetensors").unlink()
+    assert generating._folder_of(whole) is None
 
 
 def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,7 +35,8 @@ from bireme.train.data.text_files import PIECE_BYTES, Passage
 # from a file of JSON lines, which is read here. Only the columns that are learned are read.
 
 IDS, _LABELS = "input_ids", "labels"
-_LIKELY = (IDS, "text", "messages", "conversations")
+_CHATS = ("messages", "conversations")
+_LIKELY = (IDS, "text", *_CHATS)
 """Columns to take if none is named, the likeliest first."""
 
 ALPACA = ("instruction", "output", "input", "system")
@@ -181,7 +183,7 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
     """The rows of a file with a JSON object in each line; empty lines are passed over."""
     try:
         status = path.stat()
-        first = next((row for _, row in _json_lines(path)), None)
+        first = _first_values(path)
         with path.open("rb") as file:
             size = sum(1 for line in file if line.strip())
     except OSError as error:
@@ -200,6 +202,15 @@ def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
         num_files=1,
         counts_lines=True,
     )
+
+
+def _first_values(path: Path) -> Row | None:
+    """The first value of each column that is not null, in the first rows; None if there are no rows."""
+    found: dict[str, Any] | None = None
+    for _, row in islice(_json_lines(path), _NUM_ROWS_AT_ONCE):
+        new = {name: value for name, value in row.items() if found is None or found.get(name) is None}
+        found = {**(found or {}), **new}
+    return found
 
 
 def _broken_line(path: Path) -> BiremeError | None:
@@ -258,11 +269,11 @@ def _layout(
     if pair is not None and is_text(pair[0]):
         further = [name for name in ALPACA[2:] if name in columns and pair[0] == ALPACA[0]]
         return (*pair, *further), Content.PAIRS
-    cell = first[chosen]
-    if isinstance(cell, list) and cell and isinstance(cell[0], Mapping):
-        return pair or (chosen,), Content.CHATS
     if is_text(chosen):
         return (chosen,), Content.TEXT
+    cell = first[chosen]
+    if pair or chosen in _CHATS or (isinstance(cell, list) and cell and isinstance(cell[0], Mapping)):
+        return pair or (chosen,), Content.CHATS
     has_labels = chosen == IDS and _LABELS in columns
     return (chosen, _LABELS) if has_labels else (chosen,), Content.IDS
 
