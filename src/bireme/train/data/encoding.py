@@ -60,7 +60,7 @@ _HEADINGS = {
 """What stands before the messages of a conversation if the tokenizer has no chat template."""
 
 _FORMAT = 1
-"""Of the texts that are made here without a template."""
+"""Of the ids that are made here of one conversation."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -103,8 +103,8 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """A digest of the template."""
-        return f"chat {sha256(self._template.encode()).hexdigest()}"
+        """The version of this code, and a digest of the template."""
+        return f"chat {_FORMAT} {sha256(self._template.encode()).hexdigest()}"
 
     def question(self, text: str) -> list[int]:
         """The ids of a message of the user's, and of the beginning of an answer."""
