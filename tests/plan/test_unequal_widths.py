@@ -266,6 +266,20 @@ def test_vgg16_is_planned_as_published() -> None:
     assert forecast_of(plan, profile, cluster, request) == answer.best.forecast
 
 
+def test_messages_to_a_stage_of_one_device_cross_the_card_of_its_server() -> None:
+    """They were counted as if the cards of all four servers carried them, or PCIe, so the cut was put before
+    the last pooling, where messages are four times as large.
+    """
+    profile = vgg16()
+    cluster = cluster_a().with_links(
+        lambda _, group: replace(group.link, bytes_per_s=group.link.bytes_per_s * 0.57)
+    )
+    request = PlanRequest(30 * MICRO_BATCH, schedule="2bw", stage_widths=PUBLISHED)
+    answer = answered(profile, cluster, request)
+    assert answer is not None
+    assert answer.best.plan.cuts == (13,)
+
+
 def test_stages_of_unequal_width_share_by_speed_and_may_run_again() -> None:
     profile = profile_of(
         [4, 4, 4, 1], [8, 8, 8, 2], parameter_bytes=[10, 10, 10, 400], kept_bytes=[90, 90, 90, 10]

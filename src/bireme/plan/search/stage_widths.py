@@ -15,6 +15,7 @@ Then the chain is cut again for these widths.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -173,9 +174,6 @@ class DeviceOrder:
         slowest = math.inf
         if len(devices) > 1:
             slowest = min(*self._hops[first : end - 1], self._bytes_per_s(devices[-1], devices[0]))
-        # Replicas on several servers send over the cards of all of these.
-        num_servers = len({problem.servers[device] for device in devices})
-        message_s = num_microbatches / self._hops[first - 1] / num_servers if first else 0.0
         return _Replicas(
             devices,
             max(share / speed for share, speed in zip(shares, speeds, strict=True)),
@@ -183,8 +181,23 @@ class DeviceOrder:
             1 / min(problem.usual_resource_speeds[device].memory for device in devices),
             min(problem.limits[device] for device in devices),
             problem.request.sums_within.hop_share(len(devices)) / slowest,
-            message_s,
+            num_microbatches * self._message_s(devices, self.order[:first]) if first else 0.0,
         )
+
+    def _message_s(self, devices: Sequence[int], behind: Sequence[int]) -> float:
+        """The seconds of a byte for each micro-batch between a stage and those behind it. Messages within a
+        server go beside those that cross the cards, of all servers at the end that has fewer.
+        """
+        ends = [Counter(self._problem.servers[one] for one in some) for some in (devices, behind)]
+        near = sum(ends[0][server] * count for server, count in ends[1].items()) / len(devices) / len(behind)
+        within = between = math.inf
+        for one, other in (*((devices[0], one) for one in behind), *((behind[-1], one) for one in devices)):
+            rate = self._bytes_per_s(one, other)
+            if self._problem.servers[one] == self._problem.servers[other]:
+                within = min(within, rate)
+            else:
+                between = min(between, rate)
+        return max(near / within, (1 - near) / between) / min(map(len, ends))
 
     def _bytes_per_s(self, here: int, there: int) -> float:
         return min((lane.bytes_per_s for lane in self._problem.path(here, there)), default=math.inf)
