@@ -9,7 +9,7 @@ import pytest
 from bireme.cluster.catalogue import catalogue
 from bireme.cluster.named_machines import machines_of
 from bireme.model.shapes import shape_of
-from bireme.plan.fit import LINK_SHARES, Fit, FitQuestion, fit
+from bireme.plan.fit import LINK_SHARES, SHARED_LINK_SHARES, Fit, FitQuestion, fit
 from bireme.profile.shape_profile import TrainedShare
 from tests.support.command import bireme
 
@@ -101,6 +101,15 @@ def test_links_attain_the_shares_of_the_range() -> None:
     for share in LINK_SHARES:
         cluster = machines.cluster({"rtx3090": (1.0, 1.0)}, share)
         assert cluster.bandwidth(0, 1) == pytest.approx(share * 1.25e8)
+
+
+def test_links_that_several_gpus_of_a_machine_share_attain_less() -> None:
+    first, second = machines_of("2x rtx3090, rtx3090 @ 1Gbit/s").cluster(None, 0.9, 0.5).servers
+    assert first.cards[0].link.bytes_per_s == pytest.approx(0.5 * 1.25e8)
+    assert second.cards[0].link.bytes_per_s == pytest.approx(0.9 * 1.25e8)
+    low, high = SHARED_LINK_SHARES
+    notes = answer("gpt2", "2x rtx3060, rtx3060 @ 10Gbit/s", train="lora").notes
+    assert any(f"several GPUs share attain {low:.0%} to {high:.0%}" in note for note in notes)
 
 
 # The page.

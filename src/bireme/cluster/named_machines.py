@@ -55,13 +55,16 @@ class NamedMachines:
     link: Link | None
 
     def cluster(
-        self, speeds: Mapping[str, tuple[float, float | None]] | None = None, link_share: float = 1.0
+        self,
+        speeds: Mapping[str, tuple[float, float | None]] | None = None,
+        link_share: float = 1.0,
+        shared_share: float = 1.0,
     ) -> Cluster:
         """The machines as a cluster. `speeds` gives for the words of their devices the speed of arithmetic
-        and of memory, relative to where the model was profiled; links carry `link_share` of their bytes.
+        and of memory, relative to where the model was profiled. Links carry `link_share` of their bytes, and
+        `shared_share` if several devices of a machine share its link to other machines.
         """
         link = self.link or ASSUMED_LINK
-        link = replace(link, bytes_per_s=link.bytes_per_s * link_share)
         name = ASSUMED_CARD if self.link is None else "network"
         words = [machine.device.word for machine in self.machines]
         servers = []
@@ -74,6 +77,7 @@ class NamedMachines:
                 update_speed=update_speed,
             )
             places = tuple(range(machine.count))
+            carried = link.bytes_per_s * (shared_share if machine.count > 1 else link_share)
             twin = words[:number].count(machine.device.word)
             servers.append(
                 Server(
@@ -81,7 +85,9 @@ class NamedMachines:
                     (device,) * machine.count,
                     _bridges(machine, link_share),
                     _meshes(machine, link_share),
-                    (Card(name, places, link),) if len(self.machines) > 1 else (),
+                    (Card(name, places, replace(link, bytes_per_s=carried)),)
+                    if len(self.machines) > 1
+                    else (),
                     host_memory_bytes=machine.host_bytes,
                 )
             )

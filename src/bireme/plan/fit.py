@@ -31,7 +31,18 @@ LINK_SHARES = (0.70, 0.94)
 (1,448 of 1,538 bytes of a frame).
 """
 
+SHARED_LINK_SHARES = (0.46, 0.70)
+"""The same if several GPUs of a machine share its link. All-reduces over TCP attained 14.8 and 22.4 of
+32 Gbit/s with eight GPUs in each of two and of four machines, but 30.8 with one (NVIDIA/nccl on GitHub,
+issue 209), and 1.7 of 3.1 GB/s with four GPUs in each of two (NVIDIA/nccl-tests, issue 83).
+"""
+
 _LARGEST_MICRO_BATCH = 8
+
+
+def likely_share(least_and_most: tuple[float, float]) -> float:
+    """The geometric mean of a range of shares."""
+    return math.sqrt(math.prod(least_and_most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +178,9 @@ class _Planner:
         self.question = question
         self.devices = {one.device.word: one.device for one in question.machines.machines}
         likely = {word: one.likely_attained for word, one in self.devices.items()}
-        self.profile, self.cluster = self._costs(likely, math.sqrt(math.prod(LINK_SHARES)))
+        self.profile, self.cluster = self._costs(
+            likely, likely_share(LINK_SHARES), likely_share(SHARED_LINK_SHARES)
+        )
         self.request = PlanRequest(
             question.batch_size,
             value_bytes=2,
@@ -256,14 +269,16 @@ class _Planner:
 
     def _range(self, best: Candidate) -> Range:
         low, high = (
-            forecast_of(best.plan, *self._costs(attained, link_share), self.request).samples_per_s
-            for end, link_share in enumerate(LINK_SHARES)
+            forecast_of(best.plan, *self._costs(attained, *link_shares), self.request).samples_per_s
+            for end, link_shares in enumerate(zip(LINK_SHARES, SHARED_LINK_SHARES, strict=True))
             for attained in [{word: one.attained[end] for word, one in self.devices.items()}]
         )
         length = self.question.length
         return Range(low * length, best.forecast.samples_per_s * length, high * length)
 
-    def _costs(self, attained: Mapping[str, float], link_share: float) -> tuple[Profile, Cluster]:
+    def _costs(
+        self, attained: Mapping[str, float], link_share: float, shared_share: float
+    ) -> tuple[Profile, Cluster]:
         """The profile for the first device, and the cluster with the speeds of all relative to it."""
         sizes = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length())]
         sizes = [size for size in sizes if self.question.batch_size % size == 0]
@@ -281,7 +296,7 @@ class _Planner:
             )
             for word, device in self.devices.items()
         }
-        return own, asked.machines.cluster(speeds, link_share)
+        return own, asked.machines.cluster(speeds, link_share, shared_share)
 
 
 def _seconds(profile: Profile) -> float:
@@ -304,6 +319,9 @@ def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
     if len(question.machines.machines) > 1:
         low, high = LINK_SHARES
         yield f"Links attain {low:.0%} to {high:.0%} of their rate: an estimate, and TCP's payload."
+        if any(one.count > 1 for one in question.machines.machines):
+            low, high = SHARED_LINK_SHARES
+            yield f"Links that several GPUs share attain {low:.0%} to {high:.0%} (NVIDIA/nccl, issue 209)."
         if question.machines.link is None:
             yield "No link is given, so machines are joined by 1 Gbit/s with 0.5 ms between two of them."
     if row.candidate is not None:
