@@ -15,8 +15,10 @@ Random plans under `2bw` and `2bw-fresh` on up to nine devices, with messages an
 lengths, are forecast, and compared with the pace of batches 37 to 60 of a simulation of 62.
 
 VGG16 on four servers of four V100 is planned with stages of any width and of equal width. PipeDream's own
-plan for it must be among those found (`made_up/vgg16.py`). Over all schedules unequal widths
-gain less than under `1f1b`: delayed updates hide the sums of replicas of one device.
+plan for it must be among those found (`made_up/vgg16.py`). Equal widths cost at least 1.2 times as much under
+synchronous updates, and under all schedules if each replica of 15 has one micro-batch in a batch. With two,
+delayed updates of 15 replicas of the whole model have time to sum all gradients beside their work, so any
+widths need not be better there, but they must not be worse.
 """
 
 import sys
@@ -217,16 +219,20 @@ def flowing_row(schedule: str, num_plans: int) -> dict[str, Any]:
     }
 
 
-def width_rows(schedules: Sequence[str]) -> list[dict[str, Any]]:
+LEAST_GAINS = {("1f1b", 30): 1.2, ("auto", 15): 1.2, ("auto", 30): 1.0, ("2bw", 30): 1.0}
+"""By the schedule asked for and the micro-batches of a batch: what VGG16 costs at least with equal widths, by
+its cost with any.
+"""
+
+
+def width_rows(schedule: str, num_microbatches: int) -> list[dict[str, Any]]:
     """VGG16 planned with stages of any width and of equal width."""
-    rows = []
-    for schedule in schedules:
-        for widths in ("any", "equal"):
-            case = Case("VGG16, 4 × 4 V100", vgg16(), cluster_a(), 30 * MICRO_BATCH)
-            rows.append(
-                {"schedule": schedule, "asked": widths} | row_of(case, schedule=schedule, stage_widths=widths)
-            )
-    return rows
+    case = Case("VGG16, 4 × 4 V100", vgg16(), cluster_a(), num_microbatches * MICRO_BATCH)
+    return [
+        {"schedule": schedule, "micro_batches": num_microbatches, "asked": widths}
+        | row_of(case, schedule=schedule, stage_widths=widths)
+        for widths in ("any", "equal")
+    ]
 
 
 def measure(asked: Namespace) -> Findings:
@@ -251,11 +257,12 @@ def measure(asked: Namespace) -> Findings:
     worst = max(max(row["too_fast_at_worst"], row["too_slow_at_worst"]) for row in flowing)
     verdicts.append(at_least("delayed updates: share of forecasts within 1 % of a long run", near, 0.99))
     verdicts.append(at_most("delayed updates: error of a forecast, at worst", worst, 0.06))
-    widths = width_rows(["1f1b"] if asked.quick else ["1f1b", "auto", "2bw"])
-    for asked_any, asked_equal in zip(widths[::2], widths[1::2], strict=True):
-        gain = asked_equal["cost_s_per_sample"] / asked_any["cost_s_per_sample"]
-        name = f"VGG16, {asked_any['schedule']}: cost with equal widths, by that with any"
-        verdicts.append(at_least(name, gain, 1.2))
+    widths = []
+    for (schedule, count), least in list(LEAST_GAINS.items())[: 1 if asked.quick else None]:
+        widths += width_rows(schedule, count)
+        any_cost, equal_cost = (row["cost_s_per_sample"] for row in widths[-2:])
+        name = f"VGG16, {schedule}, {count} micro-batches: cost with equal widths, by that with any"
+        verdicts.append(at_least(name, equal_cost / any_cost, least))
     found = [row["best_plan"] for row in widths if widths_text(PUBLISHED) in row["best_plan"]]
     verdicts.append(at_least("VGG16: plans of PipeDream's widths among those found", len(found), 1))
     sections = [

@@ -16,12 +16,18 @@ from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 
-__all__ = ["GPT_1_3B", "GPT_2_2B", "GPT_355M", "Model", "p3_16xlarge", "profile_of_model"]
-
 TOKENS, WORDS = 512, 50_304
 SIZES = (1, 2, 4, 8, 16, 32)
-MOST_FLOPS_PER_S = 60e12
-"""Of a V100 in large matrices; the paper attains about 45 in a model of 355M."""
+PRODUCT_FLOPS_PER_S = 83e12
+"""Of a V100 in large products (Markidis et al., "NVIDIA Tensor Core Programmability, Performance &
+Precision", 2018).
+"""
+ATTAINED_BYTES_PER_S = 0.7e12
+"""Of a V100's memory, which does 0.9e12."""
+SCORE_BYTES = 16
+"""Of a score of the head that a forward of the loss moves: written in 16 bits, read and written in 32 bits,
+and read for its maximum and for its sum.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +73,15 @@ def profile_of_model(model: Model, *, checkpointed: bool = False) -> Profile:
     `checkpointed`, each keeps its input and runs its forward again before its backward.
     """
     h = model.width
-    units = [_unit("embedding", WORDS * h, flops=0.0, kept_bytes=TOKENS * h, h=h, first=True)]
+    table = WORDS * h
+    units = [_unit("embedding", table, flops=0.0, kept_bytes=TOKENS * h, h=h)]
     layer_flops = TOKENS * (24 * h**2 + 4 * TOKENS * h)
     layer_bytes = 34 * TOKENS * h + 5 * model.heads * TOKENS**2
     for place in range(model.layers):
         layer = _unit(f"layers.{place}", 12 * h**2, flops=layer_flops, kept_bytes=layer_bytes, h=h)
         units.append(_checkpointed(layer, 2 * TOKENS * h) if checkpointed else layer)
-    head_flops = TOKENS * 2 * WORDS * h
-    units.append(_unit("head", WORDS * h, flops=head_flops, kept_bytes=6 * TOKENS * WORDS, h=h))
+    scores = TOKENS * WORDS
+    units.append(_unit("head", table, flops=2.0 * scores * h, kept_bytes=6 * scores, h=h))
     return Profile(
         model.name,
         model.name,
@@ -104,14 +111,18 @@ def _checkpointed(layer: UnitProfile, input_bytes: int) -> UnitProfile:
     return replace(layer, costs=tuple(costs))
 
 
-def _unit(
-    name: str, parameters: int, *, flops: float, kept_bytes: int, h: int, first: bool = False
-) -> UnitProfile:
+def _unit(name: str, parameters: int, *, flops: float, kept_bytes: int, h: int) -> UnitProfile:
+    is_layer = name not in ("embedding", "head")
+    # What is kept is written, and read by the next operator.
+    moved_bytes = SCORE_BYTES * TOKENS * WORDS if name == "head" else 2 * kept_bytes
     costs = []
     for size in SIZES:
-        # Small matrices attain less: half the rate at one sequence, all but an eighth at eight.
-        rate = MOST_FLOPS_PER_S * size / (size + 1)
-        forward_s = size * flops / rate + 20e-6
+        # Small matrices attain less: half the rate at one sequence, all but an eighth at eight. The head has
+        # enough work for all cores in one sequence.
+        products_s = flops / PRODUCT_FLOPS_PER_S * (1 + is_layer / size)
+        forward_s = size * (products_s + moved_bytes / ATTAINED_BYTES_PER_S) + 20e-6
+        # The gradient of a table is whole before it is added up. Those of scores have 32 and 16 bits.
+        scores_bytes = size * 6 * TOKENS * WORDS if name == "head" else 0
         costs.append(
             UnitCost(
                 micro_batch=size,
@@ -123,7 +134,7 @@ def _unit(
                 spread=0.0,
                 saved_bytes=size * kept_bytes,
                 boundary_bytes=0 if name == "head" else 2 * size * TOKENS * h,
-                workspace_bytes=0,
+                workspace_bytes=0 if is_layer else 2 * parameters + scores_bytes,
                 shared=(),
             )
         )
@@ -131,15 +142,15 @@ def _unit(
         name=name,
         structure=name.partition(".")[0],
         same_as=None,
-        receives=() if first else ("x",),
+        receives=() if name == "embedding" else ("x",),
         sends=("x",),
         inputs=(),
         parameter_bytes=4 * parameters,
         gradient_bytes=6 * parameters,
         optimizer_bytes=10 * parameters,
         buffer_bytes=0,
-        update_s=20 * parameters / 0.7e12,
-        trial_s=20 * parameters / 0.7e12,
+        update_s=20 * parameters / ATTAINED_BYTES_PER_S,
+        trial_s=20 * parameters / ATTAINED_BYTES_PER_S,
         reduce_s=0.0,
         tied=(),
         costs=tuple(costs),

@@ -30,7 +30,7 @@ PUBLISHED = (15, 1)
 """The replicas of the convolutions, and of the fully connected layers."""
 
 
-def vgg16() -> Profile:
+def vgg16(micro_batch: int = MICRO_BATCH) -> Profile:
     """The profile of VGG16 on a V100."""
     operations, parameters, kept, sent = [], [], [], []
     side, before = _SIDE, 3
@@ -52,17 +52,24 @@ def vgg16() -> Profile:
     return profile_of(
         forward_s,
         [2 * one for one in forward_s],
-        sizes=(MICRO_BATCH,),
+        sizes=(micro_batch,),
         parameter_bytes=parameters,
         kept_bytes=kept,
         boundary_bytes=sent,
     )
 
 
-def cluster_a() -> Cluster:
-    """Four servers of four V100: PCIe inside, 10 Gbit/s between them."""
-    places = (0, 1, 2, 3)
+def v100s(servers: int, devices: int, inside: float, between: float) -> Cluster:
+    """Equal servers of V100, with these bytes a second between the devices of one, and between servers."""
+    places = tuple(range(devices))
     device = Device("v100", "cuda", 16 * 10**9, process_bytes=0)
-    pcie, ethernet = Mesh("pcie", places, Link(10e9, 5e-6)), Card("eth0", places, Link(1.25e9, 20e-6))
-    servers = [Server(f"server{number}", (device,) * 4, (), (pcie,), (ethernet,)) for number in range(4)]
-    return Cluster(tuple(servers))
+    meshes = (Mesh("inside", places, Link(inside, 5e-6)),) if devices > 1 else ()
+    cards = (Card("eth0", places, Link(between, 20e-6)),)
+    return Cluster(
+        tuple(Server(f"server{number}", (device,) * devices, (), meshes, cards) for number in range(servers))
+    )
+
+
+def cluster_a(servers: int = 4) -> Cluster:
+    """Servers of four V100: PCIe inside, 10 Gbit/s between them."""
+    return v100s(servers, 4, 10e9, 1.25e9)
