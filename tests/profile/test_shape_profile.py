@@ -1,6 +1,7 @@
 """The profile of a shape is that of the captured model: weights to the value, bytes within bounds."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "gemma2": {**SMALL, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
     "gpt2": {**GPT2, "model_type": "gpt2"},
+    "mixtral": {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "gpt_oss": {
+        **SMALL,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
@@ -70,6 +87,8 @@ def captured_profile(family: str, trained: TrainedShare) -> Profile:
         with TemporaryDirectory() as folder:
             text = f"hf:{folder_of(family, Path(folder))}"
             source = load_source(text, batch=2, length=LENGTH, dtype="bfloat16", part=part)
+            if shape_of(folder).is_mixture:  # on meta its tokens are counted as only GPUs can count them
+                source.model.to_empty(device="cpu")
             return capture(source.model, source.example_inputs)
 
     graph = captured_once(f"{CONFIGS[family]} {LENGTH} {trained} {RANK}", graph_of, is_kept=True)
@@ -143,6 +162,11 @@ def test_a_whole_model_needs_what_its_capture_needs(family: str, tmp_path: Path)
         ("phi-3-mini", 3_821_079_552),
         ("gpt2", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_built_in_shapes_have_the_parameters_of_the_published_models(name: str, num_parameters: int) -> None:
@@ -156,13 +180,30 @@ def test_the_units_of_every_shape_have_all_its_parameters_and_operations(name: s
     tied = shape.vocab * shape.width if shape.tied else 0
     assert sum(unit.parameter_bytes for unit in found.units) == 2 * (shape.num_parameters + tied)
     # Six operations a weight and token, and attention: 12 for each layer, token, key and unit of width.
-    mapped = shape.num_parameters - shape.embedding_parameters + tied
+    mapped = shape.num_active - shape.embedding_parameters + tied
     operations = 6 * mapped + 12 * shape.layers * 1024 * shape.query_width
     took_s = sum(cost.forward_s + cost.backward_s for unit in found.units for cost in unit.costs)
     least_s = 1024 * operations / (0.5 * A100.rate("bfloat16"))
     assert 0.95 * least_s <= took_s
-    if shape.num_parameters > 3e9:  # small ones wait for their operators to start
+    # Small ones wait for their operators to start, and mixtures for the weights of all experts.
+    if shape.num_parameters > 3e9 and not shape.is_mixture:
         assert took_s <= 1.1 * least_s
+
+
+def test_a_mixture_has_the_memory_of_all_experts_and_the_work_of_the_active_ones() -> None:
+    shape = shape_of("mixtral-8x7b")
+    alone = replace(shape, name="two experts", experts=2)
+    found, two = (profile_of_shape(one, A100, 0.5, 4096, (4,)) for one in (shape, alone))
+    took_s, two_s = (sum(unit.costs[0].forward_s for unit in one.units) for one in (found, two))
+    assert took_s == pytest.approx(two_s, rel=0.01)
+    assert found.parameter_bytes == 2 * shape.num_parameters > 3.5 * two.parameter_bytes
+    assert shape.num_active == pytest.approx(alone.num_parameters, rel=0.001)  # but for the router
+    lora = profile_of_shape(shape, A100, 0.5, 4096, (4,), TrainedShare.LORA)
+    assert [unit.parameter_bytes for unit in lora.units if "experts" in unit.name] == [0] * shape.layers
+    short = profile_of_shape(shape, A100, 0.5, 16, (1,))
+    experts = short.units[2]
+    read_s = experts.parameter_bytes / A100.memory_bytes_per_s
+    assert experts.costs[0].forward_s > read_s, "few tokens wait for the weights of all experts"
 
 
 def test_adapters_train_a_small_part_and_four_bits_hold_the_rest() -> None:
@@ -203,6 +244,8 @@ def test_a_slower_device_and_a_lower_share_take_longer() -> None:
         ("words", "has layers = 'two'; it must be a whole number."),
         ("none", "The layers of none is 0; it must be 1 to 16,777,216."),
         ("broken", "config.json"),
+        ("some", "has experts in some layers only, which is not counted here."),
+        ("many", "sends a token through 9 of 8 experts; it must be 1 to all."),
     ],
 )
 def test_what_is_no_shape_is_refused_in_one_sentence(
@@ -215,6 +258,8 @@ def test_what_is_no_shape_is_refused_in_one_sentence(
         "words": json.dumps({**CONFIGS["llama"], "num_hidden_layers": "two"}),
         "none": json.dumps({**CONFIGS["llama"], "num_hidden_layers": 0}),
         "broken": "{",
+        "some": json.dumps({**CONFIGS["qwen3_moe"], "mlp_only_layers": [0]}),
+        "many": json.dumps({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 9}),
     }
     monkeypatch.chdir(tmp_path)
     for name in (*configs, "empty"):

@@ -23,6 +23,10 @@ class TransformerShape:
     Queries have `heads` of `head_width`, keys and values `shared_heads`. If `is_gated`, the feed-forward half
     has two maps up and a product of both. `num_norms` are the norms of each half. `learns_positions` if
     positions have a table. `tied` if the head multiplies by the table of tokens.
+
+    In a mixture each feed-forward half has several `experts` of `inner_width`, and a router sends each token
+    through `active_experts` of them. If `has_sinks`, each head of queries has a weight of its own in its
+    attention, and all maps and the router have biases.
     """
 
     name: str
@@ -43,6 +47,9 @@ class TransformerShape:
     has_query_bias: bool = False
     has_biases: bool = False
     learns_positions: bool = False
+    experts: int = 1
+    active_experts: int = 1
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "inner_width", "heads", "shared_heads", "head_width", "vocab"):
@@ -53,6 +60,16 @@ class TransformerShape:
                 f"{self.name} has {self.heads} heads of queries and {self.shared_heads} of keys; the first "
                 "must be a multiple of the second."
             )
+        if not 1 <= self.active_experts <= self.experts <= LARGEST:
+            raise BiremeError(
+                f"{self.name} sends a token through {self.active_experts} of {self.experts} experts; it must "
+                "be 1 to all."
+            )
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its feed-forward halves have several experts."""
+        return self.experts > 1
 
     @property
     def query_width(self) -> int:
@@ -74,20 +91,27 @@ class TransformerShape:
 
     @property
     def feed_forward_maps(self) -> tuple[tuple[int, int], ...]:
-        """The linear maps of a feed-forward half."""
+        """The linear maps of a feed-forward half, or of one of its experts."""
         up = ((self.width, self.inner_width),) * (2 if self.is_gated else 1)
         return (*up, (self.inner_width, self.width))
 
     @property
     def attention_parameters(self) -> int:
         """Of an attention half."""
-        bias = self.query_width + 2 * self.key_width if self.has_query_bias else 0
+        bias = self.query_width + 2 * self.key_width if self.has_query_bias or self.has_sinks else 0
+        bias += self.width + self.heads if self.has_sinks else 0
         return _of_maps(self.attention_maps, self.has_biases) + bias + self._of_norms + self._of_head_norms
 
     @property
     def feed_forward_parameters(self) -> int:
-        """Of a feed-forward half."""
-        return _of_maps(self.feed_forward_maps, self.has_biases) + self._of_norms
+        """Of a feed-forward half, with all experts and the router."""
+        router = (self.width + self.has_sinks) * self.experts if self.is_mixture else 0
+        return self.experts * self.expert_parameters + router + self._of_norms
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert; of the maps of a feed-forward half that has no experts."""
+        return _of_maps(self.feed_forward_maps, self.has_biases or self.has_sinks)
 
     @property
     def embedding_parameters(self) -> int:
@@ -105,6 +129,12 @@ class TransformerShape:
         halves = self.attention_parameters + self.feed_forward_parameters
         twice = self.vocab * self.width if self.tied else 0
         return self.layers * halves + self.embedding_parameters + self.head_parameters - twice
+
+    @property
+    def num_active(self) -> int:
+        """The parameters that a token passes: all but those of the experts that it is not sent to."""
+        idle = (self.experts - self.active_experts) * self.expert_parameters
+        return self.num_parameters - self.layers * idle
 
     @property
     def _of_norms(self) -> int:
@@ -135,9 +165,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "learns_positions": True,
         "tied": True,
     },
+    "mixtral": {},
+    "qwen3_moe": {"norms_heads": True},
+    "gpt_oss": {"has_sinks": True},
 }
 
-_HEAD_WIDTHS = {"gemma2": 256, "qwen3": 128}
+_HEAD_WIDTHS = {"gemma2": 256, "qwen3": 128, "qwen3_moe": 128, "gpt_oss": 64}
 """Of a family whose heads do not divide the width, unless a configuration gives another."""
 
 _SIZES = ("layers", "width", "inner_width", "heads", "shared_heads", "vocab", "context")
@@ -192,9 +225,27 @@ _BUILT_IN: dict[str, dict[str, tuple[int, int, int, int, int, int, int]]] = {
         "gpt2-large": (36, 1280, 5120, 20, 20, 50257, 1024),
         "gpt2-xl": (48, 1600, 6400, 25, 25, 50257, 1024),
     },
+    "mixtral": {
+        "mixtral-8x7b": (32, 4096, 14336, 32, 8, 32000, 32768),
+        "mixtral-8x22b": (56, 6144, 16384, 48, 8, 32768, 65536),
+    },
+    "qwen3_moe": {
+        "qwen3-30b-a3b": (48, 2048, 768, 32, 4, 151936, 40960),
+        "qwen3-235b-a22b": (94, 4096, 1536, 64, 4, 151936, 40960),
+    },
+    "gpt_oss": {
+        "gpt-oss-20b": (24, 2880, 2880, 64, 8, 201088, 131072),
+        "gpt-oss-120b": (36, 2880, 2880, 64, 8, 201088, 131072),
+    },
 }
 
 _UNUSUAL: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"experts": 8, "active_experts": 2},
+    "mixtral-8x22b": {"experts": 8, "active_experts": 2},
+    "qwen3-30b-a3b": {"experts": 128, "active_experts": 8},
+    "qwen3-235b-a22b": {"experts": 128, "active_experts": 8},
+    "gpt-oss-20b": {"experts": 32, "active_experts": 4},
+    "gpt-oss-120b": {"experts": 128, "active_experts": 4},
     "gemma-2-27b": {"head_width": 128},
     **{
         name: {"tied": True}
@@ -234,13 +285,15 @@ def _shape(name: str, family: str, given: dict[str, Any]) -> TransformerShape:
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
-    "inner_width": ("intermediate_size", "n_inner"),
+    "inner_width": ("moe_intermediate_size", "intermediate_size", "n_inner"),
     "heads": ("num_attention_heads", "n_head"),
     "shared_heads": ("num_key_value_heads",),
     "head_width": ("head_dim",),
     "vocab": ("vocab_size",),
     "context": ("max_position_embeddings", "n_positions"),
     "tied": ("tie_word_embeddings",),
+    "experts": ("num_local_experts", "num_experts"),
+    "active_experts": ("num_experts_per_tok",),
 }
 """The names that configurations of transformers have for the sizes."""
 
@@ -256,7 +309,17 @@ def _of_folder(folder: Path) -> TransformerShape:
             f"{path} has model_type {family!r}, whose sizes are not known here. Known are: "
             f"{', '.join(_FAMILIES)}. `bireme plan` captures any model."
         )
-    given = {name: config[key] for name, keys in _KEYS.items() for key in keys if config.get(key) is not None}
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise BiremeError(
+            f"{path} has experts in some layers only, which is not counted here. `bireme plan` captures any "
+            "model."
+        )
+    given = {
+        name: config[key]
+        for name, keys in _KEYS.items()
+        for key in reversed(keys)
+        if config.get(key) is not None
+    }
     for name in ("layers", "width", "heads", "vocab"):
         if name not in given:
             raise BiremeError(f"{path} lacks {_KEYS[name][0]}. Add it, or name a built-in shape.")

@@ -45,8 +45,9 @@ double quantization, Dettmers et al. 2023): 4.127 bits.
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """A unit. `maps` are the lengths of input and output of its linear maps, `others` the weights beside
-    them.
+    """A unit. `maps` are the lengths of input and output of its linear maps that a token passes, `idle` the
+    weights of experts that it does not, `others` the weights beside maps. Adapters are beside maps if
+    `adapts`.
 
     For each token, `normed` are the values that norms give, `products` are operations without weights,
     `saved` bytes are kept for the backward, `alive` bytes are in use at its worst moment unless all gradients
@@ -64,16 +65,18 @@ class _Half:
     in_halves: float
     starts: int
     shared: str = ""
+    idle: int = 0
+    adapts: bool = True
 
     @property
     def num_mapped(self) -> int:
-        """The weights of its maps."""
+        """The weights of the maps that a token passes."""
         return sum(rows * columns for rows, columns in self.maps)
 
     @property
     def num_adapted(self) -> int:
         """The weights of adapters beside its maps."""
-        return sum(RANK * (rows + columns) for rows, columns in self.maps)
+        return self.adapts * sum(RANK * (rows + columns) for rows, columns in self.maps)
 
 
 def profile_of_shape(
@@ -115,9 +118,10 @@ def profile_of_shape(
 # queries, k that of all keys, V the number of tokens, T the length of a sequence.
 #
 # A norm over root mean squares keeps its input in float32 (4 h), the normalized value if its weight learns
-# (2 h) and its result (2 h). Attention keeps queries, and keys and values repeated for all heads, and its
-# result (8 q), a sum for each head, and the mask (2 T). A gated half keeps both results up, the activation
-# and the product (8 f). A layer norm keeps its input and its result.
+# (2 h) and its result (2 h). An expert keeps its input and its result too (4 h), and where a token lies among
+# all. Attention keeps queries, and keys and values repeated for all heads, and its result (8 q), a sum for
+# each head, and the mask (2 T). A gated half keeps both results up, the activation and the product (8 f). A
+# layer norm keeps its input and its result.
 
 
 def _normed(shape: TransformerShape, learns: bool) -> float:
@@ -125,7 +129,7 @@ def _normed(shape: TransformerShape, learns: bool) -> float:
     h = shape.width
     if shape.norm_values > 1:
         return 4 * h + 4
-    result = 6 * h + 4 + (2 * h if learns else 0)
+    result = (8 if shape.has_sinks else 6) * h + 4 + (2 * h if learns else 0)
     # The norms of Gemma multiply in float32, and a second one follows the maps.
     return result if shape.num_norms == 1 else result + 2 * h + 8 * h + 4
 
@@ -133,6 +137,8 @@ def _normed(shape: TransformerShape, learns: bool) -> float:
 def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
     h, q, k, heads = shape.width, shape.query_width, shape.key_width, shape.heads
     is_eager = shape.family == "gemma2"
+    if shape.has_sinks:
+        return _sink_attention(shape, length, learns)
     kept = 2 * (q + 2 * k) + 2 * q if shape.has_biases else 8 * q
     kept += 6 * (q + k) + 4 * (heads + shape.shared_heads) if shape.norms_heads else 0
     # Scores that are capped are matrices: in bfloat16 twice, in float32 once; else a kernel keeps their sums.
@@ -151,7 +157,49 @@ def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
     )
 
 
+def _sink_attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
+    """Scores are matrices, as in transformers, with a column for the sink."""
+    h, q, heads = shape.width, shape.query_width, shape.heads
+    return _Half(
+        "attention",
+        shape.attention_maps,
+        shape.attention_parameters - sum(rows * columns for rows, columns in shape.attention_maps),
+        normed=h,
+        products=4 * q * length,
+        saved=_normed(shape, learns) + 8 * q + heads * (2 * length + 10),
+        alive=4 * heads * length,
+        in_halves=4 * heads * length,
+        starts=57,
+    )
+
+
+def _experts(shape: TransformerShape, learns: bool) -> _Half:
+    h, f, active = shape.width, shape.inner_width, shape.active_experts
+    maps = ((h, shape.experts), *shape.feed_forward_maps * active)
+    num_mapped = sum(rows * columns for rows, columns in maps)
+    idle = (shape.experts - active) * sum(rows * columns for rows, columns in shape.feed_forward_maps)
+    # Biases and clamped gates are kept too.
+    kept = active * (4 * h + 14 * f + 44)
+    if not shape.has_sinks:
+        kept = active * (4 * h + 8 * f + 40) + 4 * shape.experts
+    return _Half(
+        "experts",
+        maps,
+        shape.feed_forward_parameters - num_mapped - idle,
+        normed=(2 if shape.has_sinks else 1) * h,
+        products=0,
+        saved=_normed(shape, learns) + kept,
+        alive=(2 + (14 if shape.family == "mixtral" else 6) * active) * h,
+        in_halves=22 * h,
+        starts=60,
+        idle=idle,
+        adapts=False,
+    )
+
+
 def _feed_forward(shape: TransformerShape, learns: bool) -> _Half:
+    if shape.is_mixture:
+        return _experts(shape, learns)
     h, f = shape.width, shape.inner_width
     return _Half(
         "feed_forward",
@@ -177,7 +225,7 @@ def _embedding(shape: TransformerShape, learns: bool) -> _Half:
 def _head(shape: TransformerShape, learns: bool) -> _Half:
     """The last norm, the head and the loss, whose scores are in float32."""
     h, vocab = shape.width, shape.vocab
-    norm = (2 * h if shape.norm_values > 1 else 4 * h) + 4
+    norm = (2 * h if shape.norm_values > 1 else 6 * h if shape.has_sinks else 4 * h) + 4
     if learns:
         norm += 2 * h * (1 if shape.norm_values > 1 else 2 * shape.num_norms - (shape.num_norms > 1))
     capped = 2 * vocab if shape.family == "gemma2" else 0
@@ -246,14 +294,14 @@ class _Work:
     def _learning(self, half: _Half, is_last: bool) -> int:
         """The weights that learn."""
         if self._learns_all:
-            return half.num_mapped + half.others
+            return half.num_mapped + half.idle + half.others
         return 0 if is_last else half.num_adapted
 
     def _frozen_bytes(self, half: _Half, is_last: bool) -> int:
         if self._learns_all:
             return 0
         is_quantized = self.trained is TrainedShare.QLORA and not is_last
-        mapped = half.num_mapped * (QUANTIZED_BYTES if is_quantized else _SHORT)
+        mapped = (half.num_mapped + half.idle) * (QUANTIZED_BYTES if is_quantized else _SHORT)
         return round(mapped) + _SHORT * half.others
 
     def _tied(self, half: _Half) -> tuple[SharedState, ...]:
@@ -304,7 +352,8 @@ class _Work:
 
     def _saved(self, half: _Half, is_last: bool) -> float:
         """The kept bytes of a token. An adapter keeps its result of low rank."""
-        adapters = 0 if self._learns_all or is_last else _SHORT * RANK * len(half.maps)
+        is_adapted = half.adapts and not self._learns_all and not is_last
+        adapters = _SHORT * RANK * len(half.maps) if is_adapted else 0
         return half.saved + adapters
 
     def _workspace_bytes(self, half: _Half, tokens: int, place: int) -> float:
@@ -321,7 +370,8 @@ class _Work:
             return 3 * _SHORT * self.shape.vocab * self.shape.width + half.alive * tokens
         if is_last:
             return max(half.alive * tokens, 2 * gradients + half.alive / 4 * tokens)
-        return max(half.alive * tokens, gradients + 2 * _SHORT * self.shape.width * tokens)
+        crossing = (10 if half.idle else 2 * _SHORT) * self.shape.width * tokens
+        return max(half.alive * tokens, gradients + crossing)
 
     def _seconds(self, half: _Half, tokens: int, is_last: bool) -> tuple[float, float, float]:
         """A forward, and the halves of a backward: the gradient of the input, and those of the weights."""

@@ -22,6 +22,7 @@ def fit_document(found: Fit, tokens: float) -> dict[str, Any]:
     return {
         "model": question.shape.name,
         "num_parameters": question.shape.num_parameters,
+        "num_active": question.shape.num_active,
         "train": str(question.trained),
         "length": question.length,
         "batch_size": question.batch_size,
@@ -68,8 +69,10 @@ def _amount(tokens: float) -> str:
 def print_fit(found: Fit, tokens: float, console: Console) -> None:
     """A row for each machine and for all together, the fastest plan in words, what would help, and notes."""
     question = found.question
+    shape = question.shape
+    active = f" ({shape.num_active / 1e9:.3g}B active)" if shape.is_mixture else ""
     console.print(
-        f"[bold]{escape(question.shape.name)}[/bold], {question.shape.num_parameters / 1e9:.3g}B parameters, "
+        f"[bold]{escape(shape.name)}[/bold], {shape.num_parameters / 1e9:.3g}B parameters{active}, "
         f"{question.trained}; batches of {counted(question.batch_size, 'sequence')} of "
         f"{counted(question.length, 'token')}\n",
         highlight=False,
