@@ -15,6 +15,7 @@ from bireme.cluster.cluster import ASSUMED_LINK, Cluster
 from bireme.cluster.named_machines import UNIFIED_SHARE, machines_of
 from bireme.errors import BiremeError
 
+ORDER = ("float32", "tf32", "bfloat16", "float16")
 DEVICES = sorted(catalogue().values(), key=lambda one: one.word)
 
 
@@ -27,6 +28,8 @@ def strange(one: CatalogueDevice) -> bool:
         and 40e9 <= one.memory_bytes_per_s <= 8e12
         and 0.5e12 <= slowest <= 200e12
         and max(rates.values()) <= 32 * slowest
+        # Fewer bits are never slower.
+        and sorted(rates.values()) == [rates[dtype] for dtype in ORDER if dtype in rates]
         and 10 <= intensity <= 1000
         and (one.watts == 0 or 15 <= one.watts <= 1200)
         and 0.1 <= one.attained[0] <= one.attained[1] <= 0.7

@@ -120,8 +120,8 @@ PAIRS = re.findall(
 )
 
 
-def test_the_page_has_eight_pairs() -> None:
-    assert len(PAIRS) == 8
+def test_the_page_has_nine_pairs() -> None:
+    assert len(PAIRS) == 9
 
 
 @pytest.mark.parametrize(
