@@ -82,6 +82,19 @@ def test_changes_for_which_no_time_is_left_are_named() -> None:
     assert any("memory" in words for words in found.untried)
 
 
+def test_a_device_that_cannot_keep_all_layers_runs_the_model_in_parts() -> None:
+    whole, parts = (
+        answer("gpt2-medium", f"rtx3060:{size}", train="lora").rows[0] for size in ("3GB", "2.2GB")
+    )
+    assert whole.candidate is not None
+    assert parts.candidate is not None
+    assert whole.candidate.plan.num_stages == 1
+    assert parts.candidate.plan.stages_per_rank == parts.candidate.plan.num_stages > 1
+    assert whole.tokens_per_s is not None
+    assert parts.tokens_per_s is not None
+    assert 0.66 < parts.tokens_per_s.likely / whole.tokens_per_s.likely < 1
+
+
 def test_a_model_that_does_not_fit_fits_with_adapters_or_with_offloading() -> None:
     found = answer("gpt2", "rtx3060:2.5GB", within_s=120.0)
     (row,) = found.rows

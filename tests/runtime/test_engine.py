@@ -96,6 +96,15 @@ def test_neighboring_stages_on_a_rank_compute_what_the_one_does_of_which_they_ar
             assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
+def test_one_device_that_runs_the_model_in_parts_computes_what_it_does_whole() -> None:
+    model, data = tiny_text(), token_batches(8, 3)
+    in_parts = Plan((2, 4, 6), 4, "sequential", stages_per_rank=4, recompute=(0, 1, 2))
+    setting = Setting(in_parts, clip_norm=0.5)
+    found = train_on_threads(model, setting, data)
+    assert_equal(found, oracle(model, setting, data, norms=dict(enumerate(found[0].norms))), tolerance=1e-12)
+
+
 @pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(row) for row in ROWS])

@@ -185,6 +185,7 @@ class _Planner:
             question.batch_size,
             value_bytes=2,
             delay_warmup=DEFAULT_DELAY_WARMUP if self.cluster.num_devices > 1 else None,
+            in_parts=self.cluster.num_devices == 1,
         )
 
     def row(self) -> MachinesFit:
@@ -326,5 +327,7 @@ def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
             yield f"Links that several GPUs share attain {low:.0%} to {high:.0%} (NVIDIA/nccl, issue 209)."
         if question.machines.link is None:
             yield "No link is given, so machines are joined by 1 Gbit/s with 0.5 ms between two of them."
+    if row.candidate is not None and row.candidate.plan.stages_per_rank not in (None, 1):
+        yield "A run plans the model in parts if plan.recompute is layers."
     if row.candidate is not None:
         yield from row.candidate.forecast.assumptions

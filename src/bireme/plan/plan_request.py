@@ -171,7 +171,8 @@ class PlanRequest:
     `schedule` is a name, or auto for all that the engine runs. `synchronous` forbids delayed updates.
     `penalties` replace the measured ones. `delay_warmup` is the share of the run under 1f1b before updates
     are delayed; by default `DEFAULT_DELAY_WARMUP` if the planner chooses the schedule, else 0. The plan may
-    use `memory_fraction` of each device. `depth`, `width` and `micro_batch` fix the value. `pinned` maps
+    use `memory_fraction` of each device. With `in_parts` a device that has the whole model may run it in
+    parts that each run their forward again. `depth`, `width` and `micro_batch` fix the value. `pinned` maps
     units to devices, `together` names first and last units of ranges that must not be cut, `devices` lists
     the usable devices, all if empty. `recompute` says which stages may recompute. Each of the servers
     `owners` has private samples: it must be the home of a replica (see `plan.homes`). Without `lookahead` no
@@ -208,6 +209,7 @@ class PlanRequest:
     together: tuple[tuple[int, int], ...] = ()
     devices: tuple[str, ...] = ()
     recompute: Recompute = Recompute.WHERE_NEEDED
+    in_parts: bool = False
     lookahead: bool = True
     owners: tuple[str, ...] = ()
     sums: SumCost = DENSE_SUMS

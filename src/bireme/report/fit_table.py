@@ -116,6 +116,8 @@ def _plan_words(row: MachinesFit) -> str:
     if plan.num_ranks == 1:
         (device,) = plan.devices[0]
         where = f"on {device} alone"
+        if plan.num_stages > 1:
+            where += f", in {plan.num_stages} parts that run their forwards again"
     else:
         replicas = f", {counted(plan.width, 'replica')}" if plan.width > 1 else ""
         where = f"as a pipeline of {counted(plan.num_stages, 'stage')}{replicas} under {plan.schedule}"

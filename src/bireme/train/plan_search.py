@@ -206,7 +206,8 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         stage_widths=parse_stage_widths(asked.stage_widths),
         micro_batch=asked.micro_batch,
         devices=asked.devices or (),
-        recompute=Recompute(asked.recompute.replace("-", " ")),
+        recompute=_RECOMPUTE[asked.recompute],
+        in_parts=asked.recompute == "layers",
         lookahead=asked.lookahead,
         owners=tuple(sorted(run.data.private or ())),
         sums=sums,
@@ -222,6 +223,14 @@ def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanReq
         rounds=rounds_of(run, graph),
         copied_share=_copied_share(run, graph),
     )
+
+
+_RECOMPUTE = {
+    "never": Recompute.NEVER,
+    "where-needed": Recompute.WHERE_NEEDED,
+    "always": Recompute.ALWAYS,
+    "layers": Recompute.WHERE_NEEDED,
+}
 
 
 def _copied_share(run: RunFile, graph: Graph | None) -> float:

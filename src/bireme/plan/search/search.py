@@ -22,6 +22,7 @@ from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.evaluated import EvaluatedDrafts, with_best_shard, with_gathering
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, HeuristicExplorer, few_enough
+from bireme.plan.search.in_parts import InPartsExplorer
 from bireme.plan.search.mapping import why_homeless
 from bireme.plan.search.nothing_fits import Remedies, fitting_drafts, nearest_misfit
 from bireme.plan.search.paged_walk import with_paging, with_room
@@ -160,6 +161,10 @@ def _found(
             explorer = HeuristicExplorer(problem, outlines, ledger, walks=not is_rough)
         explorer.explore(shapes)
         how.append(explorer.how)
+    if request.in_parts and request.memory is None and not request.shares_weights:
+        in_parts = InPartsExplorer(problem, outlines, ledger)
+        in_parts.explore(shapes)
+        how.append(in_parts.how)
     if not request.equal_widths_because:
         unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
         unequal.explore()

@@ -381,8 +381,10 @@ class Planning(Table):
         examples=[("0..3",)],
     )
     whole_layers: bool = Field(default=False, description="Cut between layers only")
-    recompute: Literal["never", "where-needed", "always"] = Field(
-        default="where-needed", description="Which stages recompute activations to save memory"
+    recompute: Literal["never", "where-needed", "always", "layers"] = Field(
+        default="where-needed",
+        description="Which stages recompute activations to save memory; with layers, a device that has the "
+        "whole model may also run it in parts that each recompute",
     )
     lookahead: bool = Field(
         default=True, description="Allow stages to run further ahead than their schedule, to hide slow links"

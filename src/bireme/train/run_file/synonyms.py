@@ -90,7 +90,7 @@ plan.microbatches: gradient_accumulation gradient_accumulation_steps grad_accum 
     | It is how many parts a step's batch goes through the pipeline in.
 plan.recompute: gradient_checkpointing activation_checkpointing checkpoint_activations activation_recompute
     activation_recomputation recompute_activations recompute_granularity
-    | It is "never", "where-needed" or "always".
+    | It is "never", "where-needed", "layers" or "always".
 plan.schedule: pipeline_schedule pipeline_parallel_schedule pp_schedule
 # [cluster]
 cluster.workers: gpus num_gpus n_gpus ngpus devices num_devices nproc nproc_per_node num_processes world_size
