@@ -489,7 +489,7 @@ def measure(asked: Namespace) -> Findings:
 
 
 def _error(row: dict[str, Any]) -> float:
-    return abs(row["error"])
+    return abs(float(row["error"]))
 
 
 if __name__ == "__main__":
