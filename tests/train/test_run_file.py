@@ -97,23 +97,51 @@ def test_a_folder_with_weights_brings_the_defaults_of_fine_tuning(tmp_path: Path
     """Such a model was trained at 3e-3 in float32, on 128 bytes a sample."""
     folder = tmp_path / "llama"
     folder.mkdir()
-    config = {"max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    config = {"max_position_embeddings": 4096, "torch_dtype": "bfloat16", "hidden_size": 4096}
     (folder / "config.json").write_text(json.dumps(config))
 
-    def defaults(*sets: str) -> tuple[float, int, str]:
+    def defaults(*sets: str) -> tuple[float, float | None, int, str]:
         run = load_run_file(None, [f"model.source=hf:{folder}", *sets])
-        return run.training.learning_rate, run.data.length, run.model.dtype
+        return (
+            run.training.learning_rate,
+            run.training.warmup_fraction,
+            run.data.length,
+            run.model.dtype,
+        )
 
-    assert defaults() == (3e-3, 1024, "bfloat16"), "without weights there is nothing to tune"
+    assert defaults() == (1.9e-4, 0.1, 1024, "bfloat16"), "without weights there is nothing to tune"
     (folder / "model.safetensors").touch()
-    assert defaults() == (2e-5, 1024, "bfloat16")
-    assert defaults("model.lora.rank=4") == (2e-4, 1024, "bfloat16")
-    assert defaults("model.from_scratch=true") == (3e-3, 1024, "bfloat16")
+    assert defaults() == (2e-5, 0.03, 1024, "bfloat16")
+    assert defaults("model.lora.rank=4") == (2e-4, 0.03, 1024, "bfloat16")
+    assert defaults("model.from_scratch=true") == (1.9e-4, 0.1, 1024, "bfloat16")
+    assert defaults("training.warmup_steps=5")[1] is None
     own = ("training.learning_rate=3e-3", "data.length=128", "model.dtype=float32")
-    assert defaults(*own) == (3e-3, 128, "float32"), "they are the usual defaults, but were asked for"
+    assert defaults(*own) == (3e-3, 0.03, 128, "float32"), "they are the usual defaults, but were asked for"
     run = load_run_file(None, [f"model.source=hf:{folder}"])
     assert "learning_rate = 2e-05\n" in to_toml(run)
     assert with_model_defaults(RunFile.model_validate({"model": {"source": f"hf:{folder}"}})) == run
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "expected"),
+    [
+        ({"dtype": "float16"}, "F32", "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "F32", "bfloat16"),
+        ({"dtype": "float32"}, "BF16", "float32"),
+        ({}, "F16", "bfloat16"),
+        ({}, "F32", "float32"),
+        ({}, "", "float32"),
+    ],
+)
+def test_weights_of_two_bytes_compute_in_bfloat16(
+    config: dict[str, object], kind: str, expected: str, tmp_path: Path
+) -> None:
+    """A Llama whose config.json says float16, or nothing, was tuned in float32."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensor = {"dtype": kind, "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"__metadata__": {}, "w": tensor}).encode() if kind else b"{}"
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert load_run_file(None, [f"model.source=hf:{tmp_path}"]).model.dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -488,3 +516,47 @@ def test_paths_have_no_dots_in_them_unless_a_link_would_then_lead_elsewhere(tmp_
     assert (run.data.source, run.log.folder) == (str(tmp_path / "texts"), str(here / "runs"))
     linked = with_absolute_paths(load_run_file(None, ["data.source=link/../texts"]), here)
     assert linked.data.source == str(here / "link" / ".." / "texts")
+
+
+# --- epochs ----------------------------------------------------------------------------------------------
+
+
+def test_epochs_are_instead_of_steps_and_a_setting_replaces_the_other_one(tmp_path: Path) -> None:
+    run = loaded("[training]\nepochs = 2.5\nbatch_size = 10", tmp_path)
+    assert value_at(run, "training", "steps") is None
+    assert run.training.epochs == 2.5
+    assert loaded(to_toml(run), tmp_path) == run
+    assert run.counted(33).training.steps == 9
+    assert run.counted(32).training.steps == 8
+    assert run.counted(1).training.steps == 1
+    assert run.counted(32).training.epochs is None
+    again = loaded("[training]\nepochs = 2.5", tmp_path, "training.steps=7")
+    assert (again.training.steps, again.training.epochs) == (7, None)
+    assert load_run_file(None, ["training.steps=7", "training.epochs=2"]).training.epochs == 2
+    thirds = load_run_file(None, ["training.epochs=0.1", "training.batch_size=1"])
+    assert thirds.counted(30).training.steps == 3, "and not 4, which a rounded product would give"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[training]\nsteps = 3\nepochs = 1", "training.epochs is 1, but training.steps is 3. Leave out"),
+        (
+            '[training]\nepochs = 1\n[[data.mixture]]\nsource = "x"',
+            "data.mixture takes its sources in turns. Set training.steps instead.",
+        ),
+        ('[training]\nepochs = 1\n[data.private]\na = "x"', "data.private names samples that other servers"),
+        ('[training]\nepochs = 1\n[balance]\nbatch = "grow"', 'balance.batch is "grow"'),
+        ("[training]\nepochs = 1\n[plan]\nlargest_batch = 64", "plan.largest_batch lets the planner"),
+    ],
+)
+def test_epochs_are_refused_where_samples_are_not_counted_before(
+    text: str, expected: str, tmp_path: Path
+) -> None:
+    assert expected in sentence(text, tmp_path)
+
+
+def test_what_steps_must_be_is_checked_when_epochs_are_counted() -> None:
+    run = load_run_file(None, ["training.epochs=1", "training.warmup_steps=6"])
+    with pytest.raises(BiremeError, match=r"warmup_steps is 6, but training\.steps is 2"):
+        run.counted(64)

@@ -37,7 +37,7 @@ from bireme.train.plan_search import (
     is_short,
     plan_request_of,
 )
-from bireme.train.run_data import data_of
+from bireme.train.run_data import counted, data_of, with_length_of_data
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.planning import AUTO
 
@@ -87,8 +87,12 @@ class CapturedRun:
         check_devices(run, machines.cluster)
         progress(0.0, "loading the model")
         sizes = micro_batches(run)
+        with suppress(BiremeError):  # a model may be planned without its data
+            run = with_length_of_data(run, progress)
         model = RunModel.of(run, max(sizes))
-        if measures:
+        if run.training.epochs is not None:
+            run = counted(run, data_of(run, model, progress))
+        elif measures:
             with suppress(BiremeError):
                 data_of(run, model, progress)
         progress(0.0, "capturing the model")

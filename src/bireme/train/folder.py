@@ -181,7 +181,16 @@ class RunFolder:
         """
         own = settings_within(load_run_file(self.run_file), self.path)
         run = with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
-        return with_paths_of_machine(run, self.fetched_paths())
+        return self.completed(with_paths_of_machine(run, self.fetched_paths()))
+
+    def completed(self, run: RunFile) -> RunFile:
+        """The run with what follows from its data, if this folder has begun it: steps of epochs, length."""
+        if run.training.epochs is not None and self.data.is_file():
+            run = run.counted(int(read_json_object(self.data)["num_samples"]))
+        if "length" not in run.data.model_fields_set and self.run_file.is_file():
+            length = load_run_file(self.run_file).data.length
+            run = run.model_copy(update={"data": run.data.model_copy(update={"length": length})})
+        return run
 
     def fetched_paths(self) -> dict[str, str]:
         """Where this machine has the files that it fetched from another one, by their paths there."""

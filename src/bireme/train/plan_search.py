@@ -356,6 +356,11 @@ class ProfiledRun:
     def without_model(cls, run: RunFile, file: Path) -> "ProfiledRun":
         """A run that names no model, for the model of which a file has the profile."""
         check_searches(run)
+        if run.training.epochs is not None:
+            raise BiremeError(
+                f"training.epochs is {run.training.epochs:g}, and a profile names no data to count. Set "
+                "training.steps instead."
+            )
         found, cluster = load_profile(file), _planning_cluster(run)
         check_devices(run, cluster)
         check_same_optimizer(run, found, file)

@@ -80,7 +80,7 @@ from bireme.train.resume_checks import (
     data_identity,
     write_identity,
 )
-from bireme.train.run_data import data_of
+from bireme.train.run_data import counted, data_of, with_length_of_data
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO
@@ -217,9 +217,11 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     machines = planning_machines(run)
     check_devices(run, machines.cluster)
     sizes = micro_batches(run)
+    run = with_length_of_data(run, progress)
     model = RunModel.of(run, max(sizes))
     with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
         data = data_of(run, model, progress)
+        run = counted(run, data)
         progress(0.0, "capturing the model")
         graph = model.training.graph(sizes[0])
         model.check_loss(graph)

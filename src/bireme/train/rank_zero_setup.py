@@ -195,6 +195,7 @@ def set_up_run(
     begun = _begun(named, environment)
     if begun is not None:
         begun.restore(tell)
+        named = begun.completed(named)
         check_finds_checkpoints(named, begun)
     follows = wait is not None and begun is not None and environment.phase > 1
     state = None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,20 @@ from typing import Any
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.train.data.mixture import MixedSamples, sources_of
-from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data, vocabulary_of
+from bireme.train.data.prepare import (
+    DataRequest,
+    ModelSide,
+    RunData,
+    longest_row,
+    prepare_data,
+    vocabulary_of,
+)
 from bireme.train.data.samples import Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.defaults import default_length, model_config
 
 Progress = Callable[[float, str], None]
 
@@ -37,6 +46,7 @@ def learns(run: RunFile, data: RunData, graph: Graph) -> dict[str, Any]:
         "num_tokens": data.num_tokens,
         "num_samples": num_samples,
         "num_evaluation_samples": None if data.evaluation is None else _num_samples(data.evaluation),
+        "steps": run.training.steps,
         "epochs": None if is_mixture or not num_samples else trained / num_samples,
         "num_parameters": sum(size for size, _ in sizes.values()),
         "num_learning_parameters": sum(size for size, is_learning in sizes.values() if is_learning),
@@ -59,6 +69,47 @@ def tokenizer_name(tokenizer: Tokenizer | None) -> str | None:
 def _num_samples(samples: Samples) -> int | None:
     every = sources_of(samples).values()
     return None if any(isinstance(one, StreamSamples) for one in every) else len(samples)
+
+
+def with_length_of_data(run: RunFile, progress: Progress | None = None) -> RunFile:
+    """The run with samples as long as the longest row with answers, up to the model's context and
+    `LONGEST_ROW`, unless `data.length` was given.
+    """
+    data, kind = run.data, run.model.source.partition(":")[0]
+    if kind != "hf" or "length" in data.model_fields_set or data.packing not in (None, "none"):
+        return run
+    folder = _folder(run.model.source)
+    assert folder is not None
+    most = default_length(model_config(folder), LONGEST_ROW)
+    longest = None if most is None else longest_row(_request(run), ModelSide({}, None, folder), progress)
+    if most is None or longest is None:
+        return run
+    length = min(most, max(_STEP, -(-longest // _STEP) * _STEP))
+    return run.model_copy(update={"data": data.model_copy(update={"length": length})})
+
+
+LONGEST_ROW, _STEP = 2048, 8
+"""Most tokens of a sample that follows from the data, and the multiple that a length is rounded up to."""
+
+
+def counted(run: RunFile, data: RunData) -> RunFile:
+    """The run with the steps of its epochs over these data."""
+    if run.training.epochs is None:
+        return run
+    num_samples = _num_samples(data.training)
+    if num_samples is None:
+        raise BiremeError(
+            f"training.epochs is {run.training.epochs:g}, but {run.data.named} is a stream, whose end is not "
+            "known. Set training.steps instead."
+        )
+    return run.counted(num_samples)
+
+
+def completed(run: RunFile) -> RunFile:
+    """The run with all that follows from its data, for machines that are only sent a run file."""
+    with suppress(BiremeError):  # a machine that only coordinates may have no data
+        run = with_length_of_data(run)
+    return run if run.training.epochs is None else counted(run, data_of(run, RunModel.of(run, 1)))
 
 
 def data_of(
@@ -121,5 +172,11 @@ def _request(run: RunFile) -> DataRequest:
 
 def _side(model: RunModel) -> ModelSide:
     source = model.source
-    folder = Path(source.text.partition(":")[2]) if source.text.startswith("hf:") else None
-    return ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
+    folder = _folder(source.text)
+    return ModelSide(source.example_inputs, vocabulary_of(source.model), folder, model.reads_weights)
+
+
+def _folder(source: str) -> Path | None:
+    """The folder of a transformers model."""
+    kind, _, rest = source.partition(":")
+    return Path(rest).expanduser() if kind == "hf" else None

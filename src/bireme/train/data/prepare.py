@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -219,12 +220,13 @@ class DataRequest:
 class ModelSide:
     """What the data must fit: the model's example inputs, how many tokens it knows, where it lies.
 
-    No inputs, and None, leave unchecked.
+    No inputs, and None, leave unchecked. A model that `is_trained` starts from the weights in its folder.
     """
 
     inputs: Mapping[str, Tensor]
     vocabulary: int | None = None
     folder: Path | None = None
+    is_trained: bool = False
 
 
 class Counted(StrEnum):
@@ -353,6 +355,18 @@ def prepare_data(
     )
 
 
+def longest_row(request: DataRequest, model: ModelSide, progress: Progress | None = None) -> int | None:
+    """The tokens of the longest row in which only answers count, of all sources; None if there are others."""
+    names = [*([name for name, _ in request.mixture] or [request.source]), request.evaluation_source]
+    sources = [_opened(request, name) for name in names if name is not None]
+    rows = [one for one in sources if isinstance(one, SavedRows) and one.has_answers and one.size is not None]
+    if len(rows) < len(sources):
+        return None
+    tokenizer = _tokenizer(request, model, sources)
+    found = [tokenized(one, tokenizer, progress).document_ends for one in rows]
+    return max(int(np.diff(ends, prepend=0).max()) for ends in found if ends is not None)
+
+
 def _mixed(request: DataRequest, samples: Sequence[Samples]) -> MixedSamples:
     """The samples of all sources; either each of them has samples to evaluate with, or none."""
     return MixedSamples(
@@ -392,6 +406,12 @@ def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) ->
     is_bytes = request.tokenizer == "bytes" or (request.tokenizer == "auto" and not model_has_one)
     if is_bytes and not holds_text:
         return None
+    if is_bytes and request.tokenizer == "auto" and model.is_trained:
+        raise BiremeError(
+            f"The folder {model.folder} has weights and no tokenizer, so its model would read bytes, which "
+            "it has not learned. Put the tokenizer's files there, or name its folder in data.tokenizer; "
+            'data.tokenizer = "bytes" reads bytes even so.'
+        )
     tokenizer = load_tokenizer(
         request.tokenizer, model_folder=model.folder, model_vocabulary=model.vocabulary
     )

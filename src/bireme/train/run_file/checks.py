@@ -122,6 +122,7 @@ def check_together(tables: Tables) -> None:
     _check_model_and_data(tables)
     _check_part(tables.model)
     _check_optimizer(tables.training)
+    _check_epochs(tables)
     _check_rates(tables.training)
     _check_plan_file(tables.plan)
     _check_batch(tables.plan, tables.training.batch_size)
@@ -271,6 +272,24 @@ def _check_optimizer(training: Training) -> None:
         )
 
 
+def _check_epochs(tables: Tables) -> None:
+    """Refuse epochs together with steps, and with samples that are not all counted before the run."""
+    epochs, data = tables.training.epochs, tables.data
+    if epochs is None:
+        return
+    uncounted = {
+        f"training.steps is {tables.training.steps}": tables.training.steps is not None,
+        "data.mixture takes its sources in turns": data.mixture is not None,
+        "data.private names samples that other servers count": data.private is not None,
+        'balance.batch is "grow", so the batch is not known before': tables.balance.batch == "grow",
+        "plan.largest_batch lets the planner choose the batch": tables.plan.largest_batch is not None,
+    }
+    why = next((why for why, is_so in uncounted.items() if is_so), None)
+    if why is not None:
+        remedy = "Leave out one of the two." if "training.steps" in why else "Set training.steps instead."
+        raise BiremeError(f"training.epochs is {epochs:g}, but {why}. {remedy}")
+
+
 def _check_rates(training: Training) -> None:
     if training.warmup_steps is not None and training.warmup_fraction is not None:
         raise BiremeError(
@@ -282,6 +301,8 @@ def _check_rates(training: Training) -> None:
             "training.warmup_fraction is None, and so is training.warmup_steps. Give one of them; 0 is no "
             "warm-up."
         )
+    if training.epochs is not None:
+        return  # checked again when the steps are counted
     name = "steps" if training.schedule_steps is None else "schedule_steps"
     if training.num_warmup_steps > training.num_schedule_steps:
         raise BiremeError(
@@ -354,7 +375,7 @@ def _check_batch(plan: Planning, batch_size: int) -> None:
     )
 
 
-def _check_delay(plan: Planning, steps: int) -> None:
+def _check_delay(plan: Planning, steps: int | None) -> None:
     rule = Rule.SYNCHRONOUS if plan.schedule == "auto" else SCHEDULES[plan.schedule].rule
     if plan.synchronous and rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
@@ -372,7 +393,7 @@ def _check_delay(plan: Planning, steps: int) -> None:
             _check_delay_warmup(plan, steps, f"plan.{name} is {value:g}", rule)
 
 
-def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> None:
+def _check_delay_warmup(plan: Planning, steps: int | None, asked: str, rule: Rule) -> None:
     if plan.synchronous:
         raise BiremeError(f"{asked}, but plan.synchronous forbids delayed updates. Leave out one of the two.")
     if plan.schedule != "auto" and rule is Rule.SYNCHRONOUS:
@@ -380,7 +401,7 @@ def _check_delay_warmup(plan: Planning, steps: int, asked: str, rule: Rule) -> N
             f'{asked}, but plan.schedule is "{plan.schedule}", which delays no updates. Leave out one of '
             "the two."
         )
-    if (plan.num_delay_warmup_steps(steps) or 0) > steps:
+    if steps is not None and (plan.num_delay_warmup_steps(steps) or 0) > steps:
         raise BiremeError(
             f"{asked}, but training.steps is {steps}: updates would never be delayed. Make it shorter, or "
             "set plan.synchronous."

@@ -1,11 +1,11 @@
 """`RunFile`: a whole run file, checked; and how it is read together with `--set` options.
 
-The same object comes of a file, of settings alone and of Python. A few defaults follow from the model:
-`with_model_defaults` is the only function of this package that looks at the files that a key names.
+The same object comes of a file, of settings alone and of Python. A few defaults follow from the model
+(`defaults.py`).
 """
 
 import datetime
-import json
+import math
 import re
 import shlex
 import tomllib
@@ -19,6 +19,7 @@ from pydantic import BaseModel, model_validator
 from bireme.documents import Advise, read_toml, validated
 from bireme.errors import BiremeError, closest
 from bireme.train.run_file.checks import check_together
+from bireme.train.run_file.defaults import with_model_defaults
 from bireme.train.run_file.synonyms import advice
 from bireme.train.run_file.tables import Tables
 
@@ -26,6 +27,13 @@ from bireme.train.run_file.tables import Tables
 #
 # A setting is checked by itself first, so that a mistake is told with the setting it is in, in the sentence
 # that a file would get. Which tables and keys there are is read from the pydantic model of the document.
+
+
+_INSTEAD = {
+    ("training", "steps"): ("training", "epochs"),
+    ("training", "epochs"): ("training", "steps"),
+}
+"""Keys of which a setting replaces the other one, in the document and in settings before it."""
 
 
 def with_settings(
@@ -46,6 +54,8 @@ def with_settings(
         _put(alone, path, value)
         validated(alone, model, source=f"--set {text}", advise=advise)
         _put(merged, path, value)
+        if path in _INSTEAD:
+            _remove(merged, _INSTEAD[path])
     return merged
 
 
@@ -125,17 +135,8 @@ def _remove(document: dict[str, Any], path: tuple[str, ...]) -> None:
     document.pop(path[-1], None)
 
 
-FINE_TUNING_RATE, ADAPTER_RATE = 2e-5, 2e-4
-"""Learning rates of a model that starts from the weights in its folder, and of an adapter on such a model."""
-
-LONGEST = 1024
-"""Largest default of data.length for a model of transformers."""
-
-SHORT = 128
-"""Up to this context a model takes exactly as many tokens as its configuration gives."""
-
-CONTEXTS = ("max_position_embeddings", "n_positions")
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_ROUNDING = 1e-6
+"""Steps that a number of epochs in decimals may be too large by."""
 
 
 class RunFile(Tables):
@@ -148,6 +149,17 @@ class RunFile(Tables):
     def _fits_together(self) -> Self:
         check_together(self)
         return self
+
+    def counted(self, num_samples: int) -> "RunFile":
+        """The run with the steps that its epochs over so many samples take; itself if it has no epochs."""
+        epochs, size = self.training.epochs, self.training.batch_size
+        if epochs is None:
+            return self
+        steps = max(1, math.ceil(epochs * num_samples / size - _ROUNDING))
+        training = self.training.model_copy(update={"steps": steps, "epochs": None})
+        found = self.model_copy(update={"training": training})
+        check_together(found)
+        return found
 
     def has_copies(self, width: int) -> bool:
         """Whether a run of so many replicas has second copies. By default it has them if its replica may die,
@@ -210,50 +222,3 @@ def _check_name(path: Path) -> None:
                 f"model.source={shlex.quote(str(path))}"
             )
         raise BiremeError(f"There is no file {path}. `bireme init {path}` writes a run file.")
-
-
-def with_model_defaults(run: RunFile) -> RunFile:
-    """The run with the defaults that follow from its model, in the keys that were left out.
-
-    The samples of the built-in GPT have its context as their length, those of a transformers model its
-    context up to LONGEST. A model that starts from weights in its folder gets a learning rate for
-    fine-tuning. One whose folder holds bfloat16 computes in it: float32 takes twice the memory.
-    """
-    kind, _, rest = run.model.source.partition(":")
-    found: dict[str, dict[str, Any]] = {}
-    if kind == "gpt" and (context := re.search(r"\bcontext\s*=\s*(\d{1,7})\b", rest)):
-        found["data"] = {"length": max(2, int(context[1]))}
-    if kind == "hf":
-        folder = Path(rest).expanduser()
-        config = _config(folder)
-        found["data"] = {"length": _context(config)}
-        if config.get("dtype", config.get("torch_dtype")) == "bfloat16":
-            found["model"] = {"dtype": "bfloat16"}
-        if not run.model.from_scratch and any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-            rate = FINE_TUNING_RATE if run.model.lora.rank is None else ADAPTER_RATE
-            found["training"] = {"learning_rate": rate}
-    for name, values in found.items():
-        table = getattr(run, name)
-        new = {key: one for key, one in values.items() if one and key not in table.model_fields_set}
-        run = run.model_copy(update={name: table.model_copy(update=new)})
-    return run
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    """The configuration of a transformers model, empty if it cannot be read: loading the model says why."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _context(config: Mapping[str, Any]) -> int | None:
-    """The default length of the samples of a transformers model; None if its configuration has no context."""
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    known: list[int] = [part[name] for part in parts for name in CONTEXTS if isinstance(part.get(name), int)]
-    context = min([LONGEST, *(one for one in known if one >= 2)])
-    if not known:
-        return None
-    # Some families count two positions that no token has, such as 514 for 512 tokens.
-    return context if context <= SHORT else context // 8 * 8

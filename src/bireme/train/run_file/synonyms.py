@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from bireme.train.run_file.text import tables_of_keys
+from bireme.train.run_file.text import known_keys
 
 LAYERS = "Bireme gives each device whole layers, with their gradients and optimizer state:"
 
@@ -52,8 +52,7 @@ training.batch_size: global_batch_size train_batch_size total_batch_size batch b
     | It counts the samples of a step over all devices.
 training.steps: max_steps num_steps n_steps train_steps num_train_steps total_steps max_iters num_iters
     train_iters iterations num_iterations max_train_steps
-training.steps: epochs epoch num_epochs n_epochs num_train_epochs max_epochs
-    | An epoch is as many steps as the data has batches.
+training.epochs: epoch num_epochs n_epochs num_train_epochs max_epochs
 training.warmup_steps training.warmup_fraction: warmup warmup_iters warmup_ratio num_warmup_steps lr_warmup
     lr_warmup_steps lr_warmup_iters
 training.schedule: scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style learning_rate_schedule
@@ -162,16 +161,11 @@ def advice(path: Sequence[str]) -> str:
         if name in _by_name():
             known = _by_name()[name]
             return " ".join(filter(None, (_asked(known.keys), known.more)))
-    return _asked([known for known in _keys() if known.rpartition(".")[2] == words[-1]])
+    return _asked([known for known in known_keys() if known.rpartition(".")[2] == words[-1]])
 
 
 def _asked(keys: Sequence[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, keys))}?" if keys else ""
-
-
-@cache
-def _keys() -> tuple[str, ...]:
-    return tuple(f"{table.name}.{key.name}" for table in tables_of_keys() for key in table.keys)
 
 
 @cache

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from textwrap import wrap
 from typing import Any
 
@@ -52,6 +53,12 @@ def tables_of_keys(model: type[BaseModel] = Tables, beginning: str = "") -> Iter
         if inner is not None:
             yield TableOfKeys(f"{beginning}{name}", field.description or "", _keys(inner))
             yield from tables_of_keys(inner, f"{beginning}{name}.")
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """All keys of a run file as `table.key`, in the order of the file."""
+    return tuple(f"{table.name}.{key.name}" for table in tables_of_keys() for key in table.keys)
 
 
 def _keys(model: type[BaseModel]) -> tuple[Key, ...]:

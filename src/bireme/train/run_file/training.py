@@ -2,7 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from bireme.codec.sum_description import GradientForm, parse_gradient
 from bireme.train.run_file.table import (
@@ -144,6 +151,13 @@ def _gradient(value: str) -> str:
     return str(parsed(value, parse_gradient, "whole or principal:RANK") or "whole")
 
 
+def _or_none(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    return None if value is None else handler(value)
+
+
+CountedSteps = Annotated[Steps, WrapValidator(_or_none)]
+"""Steps; None only if they follow from `training.epochs`, until the samples are counted."""
+
 Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
 Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
@@ -151,7 +165,15 @@ Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 class Training(Table):
     """`[training]`."""
 
-    steps: Steps = Field(default=300, description="Number of optimizer steps; each trains on one batch")
+    steps: CountedSteps = Field(
+        default=300, description="Number of optimizer steps; each trains on one batch. Not used with epochs"
+    )
+    epochs: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="How often every sample is trained, instead of steps; the run counts its samples and "
+        "keeps the steps",
+        examples=[3.0],
+    )
     batch_size: Samples = Field(default=32, description="Samples per step, over all devices")
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
         default="adamw",
@@ -160,7 +182,8 @@ class Training(Table):
     learning_rate: Rate = Field(
         default=3e-3,
         description="Highest learning rate of the schedule. By default 2e-5 for an hf: model that starts "
-        "from the weights in its folder, and 2e-4 for an adapter (model.lora) on one",
+        "from the weights in its folder, 2e-4 for an adapter (model.lora) on one, and from new weights less "
+        "the wider the model is",
     )
     rest_learning_rate: Rate | None = Field(
         default=None,
@@ -203,7 +226,9 @@ class Training(Table):
         examples=[10],
     )
     warmup_fraction: Share | None = Field(
-        default=0.1, description="Warm-up as a share of all steps; warmup_steps overrides it"
+        default=0.1,
+        description="Warm-up as a share of all steps; warmup_steps overrides it. By default 0.03 for an hf: "
+        "model that starts from the weights in its folder",
     )
     decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
         default=0.2,
@@ -248,8 +273,8 @@ class Training(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_warmup(cls, data: Any) -> Any:
-        return giving_way(data, "warmup_fraction", "warmup_steps")
+    def _one_of_two(cls, data: Any) -> Any:
+        return giving_way(giving_way(data, "warmup_fraction", "warmup_steps"), "steps", "epochs")
 
     @property
     def gradient_form(self) -> GradientForm | None:
