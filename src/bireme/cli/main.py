@@ -30,7 +30,10 @@ class Verb:
 TRAIN, PLAN, LOOK = "Train a model", "Measure and plan", "Look closer"
 
 VERBS = {
-    "init": Verb(TRAIN, "Write a run file for `bireme train`, with every key explained and commented out."),
+    "init": Verb(
+        TRAIN,
+        "Write a run file for `bireme train`: what one purpose needs, or with --all every key, explained.",
+    ),
     "train": Verb(
         TRAIN,
         "Train a model over a pipeline. Without a run file: a small language model on Python's sources.",

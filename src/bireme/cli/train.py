@@ -38,6 +38,15 @@ def train(
         int | None, typer.Option(help="Steps to train, whatever the run file says.", show_default=False)
     ] = None,
     set_: Sets = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE.yml",
+            help="Train by a configuration of axolotl or LLaMA-Factory instead of a run file.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -55,7 +64,8 @@ def train(
 
     [dim]bireme train run.toml --name first-run --steps 500[/dim]
     """
-    sets = [*(set_ or ()), *settings_of(("--name", "log.name", name), ("--steps", "training.steps", steps))]
+    sets = [] if source is None else _translated(run_file, source)
+    sets += [*(set_ or ()), *settings_of(("--name", "log.name", name), ("--steps", "training.steps", steps))]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if dry_run:
             raise BiremeError("--dry-run plans in one process: call it without torchrun.")
@@ -89,6 +99,19 @@ def train(
     folder = RunFolder.new(run, datetime.now())
     write_prepared(prepared, folder)
     run_to_end(prepared, folder, None, restarts=restarts, as_json=as_json)
+
+
+def _translated(run_file: Path | None, source: Path) -> list[str]:
+    """The settings of another program's configuration; what became of its keys is shown."""
+    from bireme.train.run_file.foreign import translated
+
+    if run_file is not None:
+        raise BiremeError(f"{run_file} and --from {source} both say what to train. Leave out one of the two.")
+    found = translated(source)
+    if os.environ.get("RANK", "0") == "0":
+        for line in found.lines(str(source)):
+            typer.echo(line, err=True)
+    return found.settings
 
 
 def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
