@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-OWN = """import torch
-from torch import nn
-
-
-def model():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-class Samples:
-    def __len__(self):
-        return 256
-
-    def __getitem__(self, number):
-        values = torch.randn(4, generator=torch.Generator().manual_seed(number))
-        return {"input": values, "labels": values[:3].argmax()}
-
-
-def samples():
-    return Samples()
-"""
+OWN = Path(__file__).parents[2] / "examples" / "recipes" / "model.py"
 
 
 def make_project(folder: Path, *, context: int = 2048) -> Path:
@@ -59,5 +41,5 @@ def make_project(folder: Path, *, context: int = 2048) -> Path:
             file.write(json.dumps({"messages": messages}) + "\n")
     text = "".join(f"def add_{n}(value):\n    return value + {n * n % 97}\n\n\n" for n in range(400))
     (data / "texts" / "code.txt").write_text(text)
-    (folder / "model.py").write_text(OWN)
+    shutil.copy(OWN, folder)
     return folder

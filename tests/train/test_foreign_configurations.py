@@ -161,6 +161,7 @@ def test_llama_factory_s_lora_is_translated_with_its_defaults(here: Path) -> Non
         (AXOLOTL, {"bf16": None}, {"model.dtype": "float32"}),
         (AXOLOTL, {"cosine_min_lr_ratio": 0.2}, {"training.final_fraction": 0.2}),
         (AXOLOTL, {"wandb_project": "mine"}, {"log.wandb": True, "log.project": "mine"}),
+        (AXOLOTL, {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {"model.dtype": "bfloat16"}),
         (AXOLOTL, {"adapter": None}, {"training.learning_rate": 2e-4}),
         (FACTORY, {"finetuning_type": "full"}, {"training.batch_size": 8}),
         (FACTORY, {"num_train_epochs": "1e0"}, {"training.epochs": 1.0}),
@@ -182,13 +183,14 @@ def test_keys_have_their_meaning(
 @pytest.mark.parametrize(
     ("text", "more", "sentence"),
     [
-        (AXOLOTL, {"rl": "dpo"}, "rl = dpo (Bireme trains the next token, not preferences)"),
+        (AXOLOTL, {"rl": "dpo"}, "rl = dpo (Bireme trains the next token, not preferences or rewards)"),
         (
             AXOLOTL,
             {"load_in_8bit": True},
             "load_in_8bit = true (frozen weights in 8 bits give other numbers)",
         ),
         (AXOLOTL, {"lora_modules_to_save": ["lm_head"]}, 'lora_modules_to_save = ["lm_head"]'),
+        (AXOLOTL, {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "plugins = ["),
         (AXOLOTL, {"nonsense": 3}, "nonsense = 3 (it is unknown here and may change the model)"),
         (AXOLOTL, {"optimizer": "lion_8bit"}, "optimizer = lion_8bit (Bireme has only sgd, adamw_torch"),
         (AXOLOTL, {"chat_template": "chatml"}, "chat_template = chatml"),

@@ -24,7 +24,7 @@ attention and kernels are chosen here: flash_attention flash_attn sdp_attention 
     flex_attention eager_attention attn_implementation use_unsloth unsloth_gc enable_liger_kernel
     liger_rope liger_rms_norm liger_glu_activation liger_layer_norm liger_swiglu
     liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel tf32 torch_compile
-    torch_compile_backend torch_compile_mode plugins
+    torch_compile_backend torch_compile_mode
 evaluation, checkpoints and curves do not change the model: eval_batch_size per_device_eval_batch_size
     evals_per_epoch saves_per_epoch eval_strategy evaluation_strategy save_strategy do_eval eval_on_start
     eval_table_size eval_max_new_tokens test_datasets save_safetensors save_only_model save_first_step
@@ -42,33 +42,31 @@ config.json of the model decides: model_type tokenizer_type tokenizer_use_fast t
     use_fast_tokenizer is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
     is_falcon_derived_model base_model_config base_model_ignore_patterns trust_remote_code
     trust_remote_code_model strict debug
-`bireme resume` continues a run: resume_from_checkpoint auto_resume_from_checkpoints ddp_timeout
+`bireme resume` continues a run: auto_resume_from_checkpoints ddp_timeout
     ddp_find_unused_parameters do_train do_predict
 """
 """Reasons, and the keys that have no effect for it."""
 
-_REFUSED = {
-    "load_in_8bit": "frozen weights in 8 bits give other numbers",
-    "mask_history": "only the last answer would count in the loss, and here every answer does",
-    "unfrozen_parameters": "write the parameters that learn as model.train in a run file",
-    "lora_modules_to_save": "whole modules beside the adapter cannot learn",
-    "additional_target": "whole modules beside the adapter cannot learn",
-    "lora_model_dir": "an adapter cannot go on from another one; merge it into the model first",
-    "adapter_name_or_path": "an adapter cannot go on from another one; merge it into the model first",
-    "packing": "documents of a sample would see each other; neat_packing keeps them apart",
-    "early_stopping_patience": "a run ends after its steps",
-    "group_by_length": "samples come in a random order",
-    "max_samples": "all rows of the data are trained; cut the file instead",
-    "fp16": "Bireme computes in bfloat16 or float32; set bf16",
-    "rl": "Bireme trains the next token, not preferences",
-    "reward_model": "Bireme trains the next token, not rewards",
-    "neftune_noise_alpha": "embeddings get no noise",
-    "label_smoothing_factor": "the loss is the model's own",
-    "special_tokens": "the tokenizer is used as its folder has it; save it there with these tokens",
-    "tokens": "the tokenizer is used as its folder has it; save it there with these tokens",
-    "new_special_tokens": "the tokenizer is used as its folder has it; save it there with these tokens",
-}
-"""Keys that would change the trained model, and why they are refused."""
+_REFUSED = """
+frozen weights in 8 bits give other numbers: load_in_8bit
+only the last answer would count in the loss, and here every answer does: mask_history
+write the parameters that learn as model.train in a run file: unfrozen_parameters
+whole modules beside the adapter cannot learn: lora_modules_to_save additional_target
+an adapter cannot go on from another one; merge it into the model first: lora_model_dir
+    adapter_name_or_path
+documents of a sample would see each other; neat_packing keeps them apart: packing
+a checkpoint of another program cannot be resumed: resume_from_checkpoint
+a run ends after its steps: early_stopping_patience
+samples come in a random order: group_by_length curriculum_sampling
+all rows of the data are trained; cut the file instead: max_samples
+Bireme computes in bfloat16 or float32; set bf16: fp16
+Bireme trains the next token, not preferences or rewards: rl reward_model pref_loss
+embeddings get no noise: neftune_noise_alpha
+the loss is the model's own: label_smoothing_factor
+the tokenizer is used as its folder has it; save it there with these tokens: special_tokens tokens
+    new_special_tokens
+"""
+"""Reasons, and the keys that are refused for it: they would change the trained model."""
 
 _UNKNOWN = "it is unknown here and may change the model"
 
@@ -88,7 +86,6 @@ _MESSAGES = ({"role": "role", "content": "content"}, {"role": "from", "content":
 """The names of a message's speaker and text that are recognized."""
 
 _LIST_OF_DATASETS = "dataset_info.json"
-_READERS = ("json", "csv", "parquet", "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +237,14 @@ class _Reader:
 
     def ended(self) -> Translation:
         """The whole translation; a `BiremeError` if some key is refused."""
-        reasons = dict(_idle_keys())
+        reasons, refusals = _by_key(_IDLE), _by_key(_REFUSED)
         for name, value in self.left.items():
             if name in reasons:
                 self.idle[name] = reasons[name]
             elif name.startswith(("lora_", "peft_")) and "model.lora.rank" not in self.values:
                 self.idle[name] = "there is no adapter"
             elif value not in (False, "", [], {}, 0, "none", "no"):
-                self.refuse(f"{name} = {_short(value)}", _REFUSED.get(name, _UNKNOWN))
+                self.refuse(f"{name} = {_short(value)}", refusals.get(name, _UNKNOWN))
         if self.refused:
             told = "; ".join(f"{name} ({why})" for name, why in self.refused.items())
             raise BiremeError(
@@ -262,10 +259,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _idle_keys() -> Iterator[tuple[str, str]]:
-    for entry in re.split(r"\n(?=\S)", _IDLE.strip()):
-        reason, _, names = entry.partition(":")
-        yield from ((name, reason) for name in names.split())
+def _by_key(groups: str) -> dict[str, str]:
+    """The reason of each key."""
+    found = (entry.partition(":") for entry in re.split(r"\n(?=\S)", groups.strip()))
+    return {name: reason for reason, _, names in found for name in names.split()}
 
 
 # What both programs take over from the trainer of transformers.
@@ -397,6 +394,9 @@ def _read_axolotl(reader: _Reader) -> None:
     if isinstance(tokens, dict) and set(tokens) <= {"pad_token"}:
         reader.idle["special_tokens"] = "padding does not count"
         del reader.left["special_tokens"]
+    kernels = [str(one) for one in reader.left.get("plugins") or ()]
+    if all("liger" in one.lower() or "cut_cross_entropy" in one for one in kernels):
+        reader.idle |= dict.fromkeys(["plugins"] if reader.take("plugins") else (), "kernels are chosen here")
     if tokenizer := reader.take("tokenizer_config"):
         reader.put("data.tokenizer", str(tokenizer), "tokenizer_config")
     datasets = reader.take("datasets") or []
@@ -415,7 +415,9 @@ def _read_dataset(reader: _Reader, dataset: dict[str, Any], *, packs: bool) -> N
     kind = str(dataset.pop("ds_type", ""))
     if isinstance(files, list) and len(files) == 1:
         files = files[0]
-    if files is not None and not (isinstance(files, str) and (path in _READERS or kind)):
+    if files is not None and not (
+        isinstance(files, str) and (path in ("json", "csv", "parquet", "text") or kind)
+    ):
         reader.refuse("datasets.data_files", "name one local file as path")
     source = files if isinstance(files, str) else path
     reader.put(

@@ -106,7 +106,7 @@ _RECIPES = {
         "model.py:model",
         "model.py:samples",
         {
-            "model.source": "function that returns the module",
+            "model.source": "function that returns the module and example inputs",
             "data.source": "function that returns the dataset: dicts of tensors",
         },
     ),
