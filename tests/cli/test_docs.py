@@ -92,7 +92,8 @@ def test_stages_of_unequal_width_are_drawn_as_they_run() -> None:
 
 
 def test_every_test_that_a_document_names_is_there() -> None:
-    named = {one for document in DOCUMENTS for one in re.findall(r"`(test_\w+)`", document.read_text())}
+    pages = [one for one in DOCUMENTS if one.name != "other-programs.md"]  # whose keys may begin so
+    named = {one for page in pages for one in re.findall(r"`(test_\w+)`", page.read_text())}
     there = {
         one
         for path in (ROOT / "tests").rglob("*.py")

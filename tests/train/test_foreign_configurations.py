@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train.run_file import load_run_file
+from bireme.train.run_file import foreign, load_run_file
 from bireme.train.run_file.foreign import translated
 from bireme.train.run_file.text import known_keys
 from tests.support.command import bireme
@@ -271,3 +271,12 @@ def test_train_shows_the_translation_and_begins_with_it(
     assert result.status == 2
     assert "training.learning_rate = 0.0002  (learning_rate)" in result.err
     assert "There is no file or folder" in result.err
+
+
+def test_the_page_names_every_key_that_has_no_effect_or_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "other-programs.md").read_text(encoding="utf-8")
+    for groups in (foreign._IDLE, foreign._REFUSED):
+        for name, why in foreign._by_key(groups).items():
+            assert any(f"`{name}`" in line and why in line for line in page.splitlines()), name
+    for name in {*foreign._FACTORY.names, *foreign._FACTORY.names.values()}:
+        assert f"`{name}`" in page, name

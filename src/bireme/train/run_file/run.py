@@ -207,8 +207,8 @@ def _check_name(path: Path) -> None:
     """Refuse what people may give in place of a run file."""
     if path.suffix in (".yaml", ".yml", ".json"):
         raise BiremeError(
-            f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one "
-            "with every key explained."
+            f"{path} is not a run file: run files are TOML. `bireme init {path.stem}.toml` writes one. "
+            "To train by a configuration of axolotl or LLaMA-Factory, put --from before its name."
         )
     if path.is_dir():
         raise BiremeError(

@@ -226,11 +226,11 @@ REFERENCE_BEGINNING = """\
 <!-- Made by bireme.train.run_file.reference_markdown(), not by hand. -->
 
 A run file tells `bireme train` what to do. Without one, or with an empty one, it trains a small byte-level
-GPT on the sources of Python's standard library. `bireme init` writes a file with every key, commented out
-and explained.
+GPT on the sources of Python's standard library. `bireme init --for PURPOSE` writes a short file for one
+purpose, and `bireme init --all` a file with every key, commented out and explained.
 
 ```
-bireme init run.toml
+bireme init run.toml --all
 bireme train run.toml
 bireme train run.toml --set training.steps=500 --set model.dtype=bfloat16
 ```
