@@ -425,7 +425,7 @@ def _written(
             checkpoint, begun, prepared.run, prepared.graph, prepared.data, prepared.identity, tell
         )
     folder = begun or RunFolder(RunFolder.new(run, datetime.now()).path.resolve())
-    kept = ("training", "plan", "memory", "sync")
+    kept = ("data", "training", "plan", "memory", "sync")
     chosen = run.model_copy(update={name: getattr(prepared.run, name) for name in kept})
     initial = prepared.initial if checkpoint is None else None
     prepared = replace(prepared, run=_with_source(chosen, cluster, folder.cluster), initial=initial)
