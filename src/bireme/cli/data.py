@@ -47,7 +47,7 @@ def data(
         from bireme.train.data.viewing import view_of
         from bireme.train.folder import load_asked
         from bireme.train.model import RunModel
-        from bireme.train.run_data import data_of, tokenizer_name
+        from bireme.train.run_data import data_of, tokenizer_name, with_length_of_data
         from bireme.train.run_file import load_run_file
 
         path = Path(source)
@@ -61,6 +61,7 @@ def data(
         default = [] if is_run or model is not None else [f"data.length={_WITHOUT_MODEL}"]
         sets = [*default, *own, *sets]
         run = load_asked(run_file, sets) if is_run else load_run_file(None, sets)
+        run = with_length_of_data(run, progress)
         # One sample is enough to be shown, however large the batches of the run are.
         run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
         has_model = is_run or model is not None or any(text.startswith("model.") for text in sets)
