@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.killing.session import name_of
 from bireme.machines.keys import HOME
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.train.joined_processes import RUNS
@@ -111,7 +112,8 @@ def test_a_machine_that_is_killed_and_joins_again_comes_back(tmp_path: Path) -> 
         (blue,) = closing(stack, command(tmp_path, "blue", *lines["blue"][:2], pace_s=0.2))
         red.wait_for_words("blue (127.0.0.1) is back.")
         wait_for_returns(red, 1)
-        os.kill(_launcher_of(green), signal.SIGKILL)
+        number = 1 + (red.said.index("green (127") > red.said.index("blue (127"))
+        os.kill(_process_beside(green, f"phase 1 rank {number}"), signal.SIGKILL)
         green.wait_for_words("The launcher was killed by signal 9. It is started again.")
         wait_for_returns(red, 2)
         red.process.send_signal(signal.SIGINT)
@@ -151,12 +153,11 @@ def test_a_coordinator_that_is_killed_and_started_again_takes_up_its_run(tmp_pat
     assert not [*(tmp_path / "red" / "runs").iterdir()]
 
 
-def _launcher_of(join: Running) -> int:
-    """The first child of a `bireme join`."""
-    children = Path(f"/proc/{join.process.pid}/task/{join.process.pid}/children").read_text().split()
-    return next(
-        int(pid) for pid in children if b"die_with_parent" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+def _process_beside(join: Running, name: str) -> int:
+    """The process of that name that a `bireme join` has started: both are copies of one server."""
+    server = Path(f"/proc/{join.process.pid}/stat").read_text().rpartition(") ")[2].split()[1]
+    copies = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return next(int(pid) for pid in copies if name_of(int(pid)).strip() == name)
 
 
 def wait_for_returns(coordinator: Running, count: int, beginning: str = "bireme: Replica") -> None:

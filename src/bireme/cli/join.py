@@ -90,6 +90,7 @@ def join(
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+    from bireme.train.joined_processes import get_ready
 
     address = address_of(coordinator)
     own_hours = DailyHours.parse(hours) if hours else None
@@ -128,6 +129,7 @@ def join(
     if given is not None and found:
         note_coordinator(address, public)
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
+    get_ready()
     status = attendance.run()
     if as_json:
         orders = attendance.orders

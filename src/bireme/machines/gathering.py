@@ -251,6 +251,8 @@ class Gathering:
             self._phases.note_leaves(public, leaves=leaves)
             for report in reports:
                 self._note(one, report, now_s)
+            if any(report.statuses is not None or report.is_ready for report in reports):
+                self.turn()  # what follows is in the answer
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
             return {
                 "error": "",

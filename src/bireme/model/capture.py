@@ -319,6 +319,17 @@ class Captures:
             self._for_one[size] = graph
         return self._for_one[size]
 
+    def know(self, graph: Graph) -> None:
+        """Give this graph, which was captured before, and capture none for its size."""
+        if graph.any_batch:
+            self._for_any = graph
+        else:
+            self._for_one[graph.batch] = graph
+
+    def knows(self, size: int) -> bool:
+        """Whether the graph for this size is known."""
+        return self._for_any is not None or size in self._for_one
+
 
 # One capture for both modes of a model, where it is the same program in training and in evaluation.
 #

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, spawn
@@ -73,18 +73,25 @@ _ALWAYS = "bireme.runtime.pipeline"
 
 
 def start_process(
-    name: str, function: Callable[..., None], *arguments: object
+    name: str,
+    function: Callable[..., None],
+    *arguments: object,
+    output: tuple[Connection, Connection] | None = None,
 ) -> tuple["Process", Connection]:
     """A process that calls `function(talk, *arguments)`, and the other end of what it talks through.
 
     Signals that the calling thread holds back are held back from it too. The arguments go through pickle.
+    Its standard output and standard error go to `output`, by default to those of this process.
     """
-    return _copied(name, function, arguments) if CAN_FORK else _spawned(name, function, arguments)
+    start = _copied if CAN_FORK else _spawned
+    return start(name, function, arguments, output)
 
 
 def has_server() -> bool:
     """Whether there is a server already that can make a copy."""
-    return _server is not None and _server.owner_pid == os.getpid() and _server.is_of_use
+    if _server is None:
+        return inherited() is not None
+    return _server.owner_pid == os.getpid() and _server.is_of_use
 
 
 def preload(*modules: str) -> None:
@@ -104,7 +111,7 @@ def serve_from_here(*modules: str) -> None:
     with _one_thread(), kept_for_good():
         for module in modules:
             importlib.import_module(module)
-    if not CAN_FORK or _server is not None or len(list(_THREADS.iterdir())) > 1:
+    if not CAN_FORK or _server is not None or inherited() or len(list(_THREADS.iterdir())) > 1:
         return
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
@@ -129,15 +136,19 @@ def be_server(file: int, owner_pid: int) -> None:
     serve(socket.socket(fileno=file), owner_pid)
 
 
+_Output = tuple[Connection, Connection] | None
+
+
 def _copied(
-    name: str, function: Callable[..., None], arguments: tuple[object, ...]
+    name: str, function: Callable[..., None], arguments: tuple[object, ...], output: _Output
 ) -> tuple["_Copy", Connection]:
+    out, err = (1, 2) if output is None else (one.fileno() for one in output)
     for _ in range(_TRIES):
         near, far = connection.Pipe()
         here, there = socket.socketpair()
         far_lifeline, lifeline = connection.Pipe(duplex=False)
         with far, there, far_lifeline:
-            _ask(FORK, there.fileno(), far.fileno(), far_lifeline.fileno(), 1, 2)
+            _ask(FORK, there.fileno(), far.fileno(), far_lifeline.fileno(), out, err)
         if (pid := next_report(here)) is not None:
             break
         for end in (near, here, lifeline):
@@ -300,10 +311,10 @@ def _signals_held() -> Iterator[None]:
 
 
 def _spawned(
-    name: str, function: Callable[..., None], arguments: tuple[object, ...]
+    name: str, function: Callable[..., None], arguments: tuple[object, ...], output: _Output
 ) -> tuple["_Spawned", Connection]:
     near, far = connection.Pipe()
-    words = (os.getpid(), far, function, arguments)
+    words = (os.getpid(), far, output or (), function, arguments)
     process = get_context("spawn").Process(target=_live, args=words, name=name)
     process.start()
     far.close()
@@ -311,9 +322,15 @@ def _spawned(
 
 
 def _live(
-    parent_pid: int, talk: Connection, function: Callable[..., None], arguments: tuple[object, ...]
+    parent_pid: int,
+    talk: Connection,
+    output: Sequence[Connection],
+    function: Callable[..., None],
+    arguments: tuple[object, ...],
 ) -> None:
     die_with_parent(parent_pid)
+    for own, number in zip(output, (1, 2), strict=False):
+        os.dup2(own.fileno(), number)
     function(talk, *arguments)
 
 

@@ -28,6 +28,7 @@ from bireme.machines.orders import (
 from bireme.machines.own_machine import MachineFacts
 from bireme.report.terminal import tell
 from bireme.train.attendance import INTERRUPTED, Attendance, Out
+from bireme.train.joined_processes import get_ready
 
 _TOKEN_S = 24 * 3600.0
 _LOOK_S, _PARTING_S = 0.1, 3.0
@@ -131,6 +132,7 @@ class Coordination:
     def _take_part(self) -> None:
         attendance = self._attendance
         assert attendance is not None, "this machine takes part"
+        get_ready()
         try:
             attendance.call(self._own_secret)
             attendance.offer = replace(attendance.offer, line="")  # it leads to itself

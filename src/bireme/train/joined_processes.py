@@ -1,5 +1,5 @@
 """The processes of one phase on a machine that takes part in a run of `bireme coordinate`, and what they ask
-the `bireme join` that has started them, over a socket that they inherit:
+the `bireme join` that has started them, over the socket by which they were started:
 
     ready batch_s ──▶ {}, once they may load state and train       switches ──▶ is_switch
     keeper bytes_per_s, timeout_s ──▶ address, key                 kept ──▶ address, key, or nulls
@@ -7,9 +7,9 @@ the `bireme join` that has started them, over a socket that they inherit:
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,14 +17,20 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
+from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
 from bireme.machines.orders import MachineOrders, PhaseReport
 from bireme.machines.phases import PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.processes import Process, preload, start_process
 from bireme.runtime.stores import KEY
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
@@ -32,11 +38,8 @@ from bireme.train.run_file import RunFile, load_run_file, to_toml
 PHASE, SOCKET = "BIREME_PHASE", "BIREME_ATTENDANCE"
 _MOST_LETTERS = 10_000
 """Of a request or an answer."""
-_LAUNCH = (
-    "import sys; from bireme.runtime.board import die_with_parent; die_with_parent(int(sys.argv[1])); "
-    "sys.argv[:2] = ['bireme']; from bireme.cli.main import main; main()"
-)
-"""`bireme WORDS…` in a process that ends when this one does."""
+_IMPORTED = ("bireme.train.launched_process", "bireme.cli.train", "torch._dynamo")
+"""All that `bireme train` imports, so that a new phase begins at once."""
 RUNS = "BIREME_RUNS"
 """The variable with the folder for runs on a machine that joins."""
 _FOREIGN = (
@@ -82,35 +85,30 @@ class JoinedProcesses:
         path.write_text(to_toml(run))
         self._log: _LogTail = _LogTail(run) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
-        command = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *words]
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
-        self._processes = list[subprocess.Popen[str]]()
-        self._here, there = _served(self._answer)
-        with there:
-            for place in range(orders.num_ranks):
-                is_first = not place
-                process = subprocess.Popen(
-                    command,
-                    env=_variables(orders, place) | ({SOCKET: str(there.fileno())} if is_first else {}),
-                    pass_fds=(there.fileno(),) if is_first else (),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,  # a signal of the terminal comes once, passed on
+        self._processes = list[Process]()
+        for place in range(orders.num_ranks):
+            (out, out_writer), (err, err_writer) = Pipe(duplex=False), Pipe(duplex=False)
+            with out_writer, err_writer:
+                called = f"phase {orders.phase} rank {orders.first + place}"
+                variables = _variables(orders, place)
+                process, talk = start_process(
+                    called, _train, variables, words, not place, output=(out_writer, err_writer)
                 )
-                self._processes.append(process)
-                for stream, name in ((process.stdout, "out"), (process.stderr, "err")):
-                    reader = threading.Thread(target=_read_lines, args=(stream, name, show, notice))
-                    reader.daemon = True
-                    reader.start()
-                    self._readers.append(reader)
+            self._processes.append(process)
+            for stream, name in ((out, "out"), (err, "err")):
+                reader = threading.Thread(target=_read_lines, args=(stream, name, show, notice))
+                reader.daemon = True
+                reader.start()
+                self._readers.append(reader)
+            with talk:
+                if not place:
+                    self._here = _served(talk, self._answer)
 
     def statuses(self) -> list[int] | None:
         """How they ended, negative for a signal; None while one of them lives."""
-        found = [one.poll() for one in self._processes]
+        found = [one.status for one in self._processes]
         if None in found:
             return None
         readers, self._readers = self._readers, []  # which are waited for once
@@ -150,9 +148,9 @@ class JoinedProcesses:
 
     def close(self) -> None:
         """Kill those that are left, and wait for their ends."""
-        self.kill()
+        self.is_stopping = True
         for one in self._processes:
-            one.wait()
+            one.close()
         self._goes.set()  # a thread may wait to answer one of them
         self._here.close()
         self._scratch.cleanup()
@@ -245,19 +243,43 @@ def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
     }
 
 
-def _read_lines(stream: Any, name: str, show: Show, notice: Callable[[], None]) -> None:
-    with stream, suppress(ValueError):
-        for line in stream:
+def get_ready() -> None:
+    """Have the server that processes of phases are copies of import all that they need, without waiting for
+    it.
+    """
+    preload(*_IMPORTED)
+
+
+def _train(talk: Connection, variables: dict[str, str], words: list[str], is_attended: bool) -> None:
+    """Be a process of a phase: `bireme WORDS…` with these variables. If it `is_attended`, it may ask the
+    `bireme join` that has started it.
+    """
+    os.setsid()  # a signal of the terminal comes once, passed on
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    if is_attended:
+        os.environ[SOCKET] = str(os.dup(talk.fileno()))
+    talk.close()
+    # Those of the server may be for a file, which a pipe is not.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (as long as the process)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    if "OMP_NUM_THREADS" not in variables:  # the server has one
+        torch.set_num_threads(num_cores())
+    sys.argv = ["bireme", *words]
+    runpy.run_module("bireme", run_name="__main__", alter_sys=True)
+
+
+def _read_lines(stream: Connection, name: str, show: Show, notice: Callable[[], None]) -> None:
+    with stream, open(stream.fileno(), errors="replace", closefd=False) as text:
+        for line in text:
             show(name, line.rstrip("\n"))
     notice()  # the process ends
 
 
-def _served(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[socket.socket, socket.socket]:
-    """The ends of a new socket: that of `bireme join`, whose requests a thread answers until it is closed,
-    and the end that a process is to inherit.
-    """
-    here, there = socket.socketpair()
-    there.set_inheritable(True)
+def _served(talk: Connection, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> socket.socket:
+    """The socket to a process, whose requests a thread answers until it is closed."""
+    here = socket.socket(fileno=os.dup(talk.fileno()))
 
     def serve() -> None:
         with suppress(OSError, ValueError, KeyError), here.makefile("rw", encoding="utf-8") as file:
@@ -270,7 +292,7 @@ def _served(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[socket.
                 file.flush()
 
     threading.Thread(target=serve, name="bireme attended", daemon=True).start()
-    return here, there
+    return here
 
 
 # The other end of the socket, in a process of the run.

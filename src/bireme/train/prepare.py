@@ -118,6 +118,9 @@ def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Cal
     Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
     inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
     """
+    if model.evaluation.knows(batch):
+        yield lambda graph: model.evaluation.graph(batch)
+        return
     dropouts = model.dropouts()
     if dropouts is not None:
         yield lambda graph: in_evaluation(graph, dropouts) or model.evaluation.graph(batch)
@@ -204,11 +207,19 @@ class PreparedRun:
         sharing_of(self.run, self.plan, self.machines.cluster, self.profile, self.data.training)
 
 
-def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: bool = True) -> PreparedRun:
+def prepare(
+    run: RunFile,
+    progress: Progress,
+    *,
+    is_alone: bool = True,
+    begins: bool = True,
+    before: RunFolder | None = None,
+) -> PreparedRun:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
 
     With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
-    has no checkpoint, and needs the weights that a function of the user makes.
+    has no checkpoint, and needs the weights that a function of the user makes. `before` is the folder of a
+    phase before this one, whose model is not captured again.
     """
     check_trackers(run.log.trackers)
     run = with_model_defaults(run)  # a run file made in Python has not got them yet
@@ -219,6 +230,9 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     sizes = micro_batches(run)
     run = with_length_of_data(run, progress)
     model = RunModel.of(run, max(sizes))
+    if before is not None and _is_captured_as(run, before.load_run()):
+        model.training.know(load_graph(before.graph))
+        model.evaluation.know(load_graph(before.evaluation_graph))
     with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
         data = data_of(run, model, progress)
         run = counted(run, data)
@@ -251,6 +265,15 @@ def prepare(run: RunFile, progress: Progress, *, is_alone: bool = True, begins: 
     identity = data_identity(run, data)
     last = identity, found.planning_s, census, initial
     return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, data, *last)
+
+
+def _is_captured_as(run: RunFile, before: RunFile) -> bool:
+    """Whether the model of a run is captured as that of a phase before it."""
+
+    def settings(one: RunFile) -> tuple[object, ...]:
+        return one.model, one.data.length, one.data.packing, one.training.gradient_form
+
+    return settings(run) == settings(with_model_defaults(before))
 
 
 def _initial(model: RunModel, graph: Graph, progress: Progress) -> InitialWeights | None:

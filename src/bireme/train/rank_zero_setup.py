@@ -23,6 +23,7 @@ from bireme.plan.widths import ANY
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
+from bireme.train.captured_run import micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.holders import MachinesNote, fetch_manifests
 from bireme.train.choices import check_mode
@@ -207,7 +208,8 @@ def set_up_run(
     settled = _settled(named, nodes, device, cluster)
     is_same = begun is not None and _is_for(begun, settled, cluster)
     begins = state is None or state.checkpoint is None
-    prepared = None if is_same else _planned_anew(settled, cluster, begun, begins=begins)
+    before = begun if follows and begun is not None and begun.is_begun else None
+    prepared = None if is_same else _planned_anew(settled, cluster, begun, before, begins=begins)
     if wait is not None:
         plan = load_plan(begun.plan) if prepared is None and begun is not None else None
         known = plan if prepared is None else prepared.plan
@@ -379,11 +381,37 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     is_free = is_free and plan.stage_widths == ANY
     if is_free and run.sync.is_coordinated:
         depth = gcd(*map(len, nodes.values()))  # whole replicas on each host
-        plan = plan.model_copy(update={"depth": depth, "width": num_ranks // depth})
+        width = most_replicas(run, num_ranks // depth)
+        plan = plan.model_copy(update={"depth": depth, "width": width})
     elif asked.source is None and is_free:
         # What joins the machines is not known, and a pipeline needs least of it.
         plan = plan.model_copy(update={"depth": num_ranks})
     return run.model_copy(update={"cluster": asked.model_copy(update=changed), "plan": plan})
+
+
+def most_replicas(run: RunFile, most: int) -> int:
+    """The replicas, at most that many, among which the batch can be divided in micro-batches of one or two
+    sizes; the other machines stand by. It is `most` if no number of replicas will do.
+    """
+    batch, asked = run.training.batch_size, run.plan
+    if asked.largest_batch is not None:
+        return most
+    sizes = micro_batches(run)
+
+    def is_divided(width: int) -> bool:
+        own = {size * width for size in sizes}
+        own |= {
+            small * width + (large - small) * num
+            for small in sizes
+            for large in sizes
+            for num in range(width)
+        }
+        counts = {batch // one for one in own if one > 0 and batch % one == 0}
+        return bool(counts if asked.microbatches is None else counts & {asked.microbatches})
+
+    least = 1 if run.has_copies(1) else 2
+    widths = (one for one in range(most, least - 1, -1) if one % (run.sync.sites or 1) == 0)
+    return next(filter(is_divided, widths), most)
 
 
 def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
@@ -396,9 +424,9 @@ def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
 
 
 def _planned_anew(
-    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, *, begins: bool
+    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, before: RunFolder | None, *, begins: bool
 ) -> PreparedRun:
-    """The run with a new plan; nothing is written yet."""
+    """The run with a new plan; nothing is written yet. `before` is as for `prepare`."""
     if begun is not None and begun.is_begun and chooses_batch(run):
         # It keeps the batch that it has chosen.
         plan = run.plan.model_copy(update={"largest_batch": None})
@@ -407,7 +435,8 @@ def _planned_anew(
         path = Path(scratch) / "cluster.toml"
         if cluster is not None:
             save_cluster(cluster, path)
-        prepared = prepare(_with_source(run, cluster, path), progress, is_alone=False, begins=begins)
+        asked = _with_source(run, cluster, path)
+        prepared = prepare(asked, progress, is_alone=False, begins=begins, before=before)
     return _on_hosts(prepared)
 
 
