@@ -249,10 +249,11 @@ class Gathering:
                 elif not one.is_own and phase not in self._phases.unused:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
             self._phases.note_leaves(public, leaves=leaves)
+            before = self._phases.num_news
             for report in reports:
                 self._note(one, report, now_s)
-            if any(report.statuses is not None or report.is_ready for report in reports):
-                self.turn()  # what follows is in the answer
+            if self._phases.num_news > before:
+                self.turn()  # what follows is in this answer
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
             return {
                 "error": "",

@@ -106,6 +106,8 @@ class RunPhases:
         self.has_begun = self.is_over = False
         self.status = 1
         """The exit status of the run once it is over."""
+        self.num_news = 0
+        """Of phases that are ready, and of processes that have ended."""
         self._said: list[str] = []
         self.unused: set[int] = set()
         """The numbers of phases that were prepared and given up. Their processes end in any order."""
@@ -171,12 +173,15 @@ class RunPhases:
         for phase in self.phases():
             if phase.number == number and not phase.is_ready:
                 phase.is_ready, phase.forecast_s = True, batch_s
+                self.num_news += 1
 
     def note_ended(self, number: int, key: str, statuses: Sequence[int]) -> None:
         """All processes of a phase at a machine have ended."""
         for phase in self.phases():
-            if phase.number == number and key in phase.machines and key not in phase.lost:
-                phase.statuses.setdefault(key, tuple(statuses))
+            is_of = phase.number == number and key in phase.machines and key not in phase.lost
+            if is_of and key not in phase.statuses:
+                phase.statuses[key] = tuple(statuses)
+                self.num_news += 1
 
     def note_progress(self, found: PhaseProgress, now_s: float) -> None:
         """A phase has come so far."""

@@ -111,7 +111,7 @@ def serve_from_here(*modules: str) -> None:
     with _one_thread(), kept_for_good():
         for module in modules:
             importlib.import_module(module)
-    if not CAN_FORK or _server is not None or inherited() or len(list(_THREADS.iterdir())) > 1:
+    if not CAN_FORK or _server is not None or len(list(_THREADS.iterdir())) > 1:
         return
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
