@@ -40,6 +40,8 @@ _MOST_LETTERS = 10_000
 """Of a request or an answer."""
 _IMPORTED = ("bireme.train.launched_process", "bireme.cli.train", "torch._dynamo")
 """All that `bireme train` imports, so that a new phase begins at once."""
+_IMPORTED_FOR_FOLDERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+"""What a model from a folder needs in addition."""
 RUNS = "BIREME_RUNS"
 """The variable with the folder for runs on a machine that joins."""
 _FOREIGN = (
@@ -83,6 +85,8 @@ class JoinedProcesses:
         path.write_text(orders.run.text)
         run = _with_own_folder(load_run_file(path))
         path.write_text(to_toml(run))
+        if run.model.source.startswith("hf:"):
+            preload(*_IMPORTED_FOR_FOLDERS)
         self._log: _LogTail = _LogTail(run) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
         self.since_s = time.monotonic()

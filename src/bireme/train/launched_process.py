@@ -52,6 +52,7 @@ from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
+from bireme.train.plan_ahead import plan_ahead
 from bireme.train.prepare import PreparedRun
 from bireme.train.private_census import (
     Census,
@@ -244,6 +245,24 @@ class _Joined:
             raise SystemExit(status)
         if orders is None:
             return None
+        if led is None:
+            return self._run(orders, host, nodes, led)
+        ahead = plan_ahead(led.folder, led.losses)
+        try:
+            return self._run(orders, host, nodes, led)
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def _run(
+        self,
+        orders: Orders,
+        host: LaunchHost | None,
+        nodes: dict[str, list[LaunchedProcess]],
+        led: RunSetup | None,
+    ) -> FinishedRun | None:
+        """Train and part; rank 0 has `led` the preparation."""
+        rank, size = self._environment.rank, self._environment.size
         if orders.hosts is not None:
             prepared = None if led is None else led.prepared
             return _on_host(orders, host, rank, prepared, self._keeper, self._folders, self._attended)

@@ -53,6 +53,7 @@ from bireme.train.link_codecs import (
 )
 from bireme.train.machines import Machines, check_paging_disk, machines_here, planning_machines
 from bireme.train.model import RunModel
+from bireme.train.plan_ahead import plan_made_ahead
 from bireme.train.plan_search import (
     PlannedRun,
     Progress,
@@ -219,7 +220,7 @@ def prepare(
 
     With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
     has no checkpoint, and needs the weights that a function of the user makes. `before` is the folder of a
-    phase before this one, whose model is not captured again.
+    phase before this one, whose model is not captured again, and which may have the plan.
     """
     check_trackers(run.log.trackers)
     run = with_model_defaults(run)  # a run file made in Python has not got them yet
@@ -255,8 +256,14 @@ def prepare(
         identity = data_identity(run, data)
         known = data, identity, None, census, initial
         return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
-    captured = CapturedRun(run, machines, model, graph)
-    found = captured.profiled(progress).planned(progress)
+    profiled = CapturedRun(run, machines, model, graph).profiled(progress)
+    ahead = None if before is None else plan_made_ahead(before, profiled)
+    if ahead is not None:
+        check_boundaries(run, ahead.plan)
+        known = data, data_identity(run, data), None, census, initial
+        run = with_choices(run, ahead.plan)
+        return PreparedRun(run, machines, graph, evaluation, ahead, None, profiled.profile, *known)
+    found = profiled.planned(progress)
     run, answer, measured = found.run, found.answer, found.profile
     plan = saved_plan(answer, planned_units(measured))
     if run.plan.largest_batch is not None:

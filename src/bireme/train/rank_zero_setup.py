@@ -31,6 +31,7 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
+from bireme.train.plan_ahead import Loss, may_plan_ahead
 from bireme.train.plan_search import RECORDED, chooses_batch, with_batch_of
 from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
@@ -151,7 +152,8 @@ class RunSetup:
     `places[p]` is the rank that takes place p of the plan; `threads` are those of each process that were
     asked for. Where replicas may die, `nodes` are the processes that the
     launchers of all hosts will start, and ranks are theirs. If the run has second copies, `copies` is the
-    name of this start in them.
+    name of this start in them. `losses` are the run without one of its machines, for plans that are made
+    ahead.
     """
 
     prepared: PreparedRun
@@ -161,6 +163,7 @@ class RunSetup:
     threads: int | None
     nodes: Nodes
     copies: str = ""
+    losses: tuple[Loss, ...] = ()
 
     @property
     def step(self) -> int:
@@ -204,7 +207,8 @@ def set_up_run(
         return None
     device = _device(named, nodes)
     counts = [len(members) for members in nodes.values()]
-    cluster = _cluster(named, nodes, device, ask_servers(device, counts), tell)
+    texts = ask_servers(device, counts)
+    cluster = _cluster(named, nodes, device, texts, tell)
     settled = _settled(named, nodes, device, cluster)
     is_same = begun is not None and _is_for(begun, settled, cluster)
     begins = state is None or state.checkpoint is None
@@ -239,7 +243,8 @@ def set_up_run(
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
     copies = start_name(state.number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
-    return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies)
+    losses = _losses(named, nodes, texts) if wait is not None and may_plan_ahead(named) else ()
+    return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies, losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +417,18 @@ def most_replicas(run: RunFile, most: int) -> int:
     least = 1 if run.has_copies(1) else 2
     widths = (one for one in range(most, least - 1, -1) if one % (run.sync.sites or 1) == 0)
     return next(filter(is_divided, widths), most)
+
+
+def _losses(run: RunFile, nodes: Nodes, texts: Sequence[str]) -> tuple[Loss, ...]:
+    """The run as it would be set up without each machine, but for this one, which has rank 0."""
+    found = []
+    for lost in [*nodes][1:] if run.cluster.source is None else ():
+        left = {node: members for node, members in nodes.items() if node != lost}
+        own = [text for node, text in zip(nodes, texts, strict=True) if node != lost]
+        device = _device(run, left)
+        cluster = _cluster(run, left, device, own, lambda _: None)
+        found.append((_settled(run, left, device, cluster), cluster))
+    return tuple(found)
 
 
 def _begun(run: RunFile, environment: Environment) -> RunFolder | None:

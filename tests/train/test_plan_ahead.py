@@ -1,0 +1,86 @@
+"""Plans for the loss of a machine, made while the run trains, and how many replicas share a batch."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bireme.cluster.catalogue import device_named
+from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
+from bireme.profile.profiler import profile
+from bireme.train.captured_run import micro_batches
+from bireme.train.folder import RunFolder
+from bireme.train.plan_ahead import make_plan, may_plan_ahead, plan_made_ahead
+from bireme.train.plan_search import ProfiledRun
+from bireme.train.rank_zero_setup import most_replicas
+from bireme.train.run_file import load_run_file
+from tests.support.tiny_profiles import gpt
+
+GPU = device_named("rtx3090")
+
+
+def wanted(*sets: str, speed: float = 1.0) -> ProfiledRun:
+    run = load_run_file(None, ["training.batch_size=8", "plan.depth=2", "cluster.device=cpu", *sets])
+    card = Card("card", (0,), ASSUMED_LINK)
+    devices = {"one": GPU, "two": replace(GPU, speed=speed)}
+    cluster = Cluster(tuple(Server(name, (one,), cards=(card,)) for name, one in devices.items()))
+    return ProfiledRun(run, cluster, None, profile(gpt(), GPU, [1, 2]))
+
+
+def test_a_plan_that_was_made_ahead_is_found_for_the_same_run_devices_and_profile_only(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    make_plan(folder, wanted())
+    found = plan_made_ahead(folder, wanted("log.name=other", "log.folder=elsewhere"))
+    assert found is not None
+    assert found.plan.num_stages == 2
+    assert found.forecast is not None
+    for other in (wanted("training.batch_size=4"), wanted("plan.schedule=1f1b"), wanted(speed=0.5)):
+        assert plan_made_ahead(folder, other) is None
+
+
+def test_no_plan_is_kept_if_none_fits(tmp_path: Path) -> None:
+    make_plan(RunFolder(tmp_path), wanted("plan.depth=5"))
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("setting", ["plan.largest_batch=64", "memory.device=1GiB", "plan.file=plan.json"])
+def test_what_depends_on_more_is_not_planned_ahead(setting: str) -> None:
+    assert may_plan_ahead(load_run_file())
+    assert not may_plan_ahead(load_run_file(None, [setting]))
+
+
+@given(
+    st.integers(1, 32),
+    st.integers(1, 9),
+    st.sampled_from(["", "micro_batch", "microbatches"]),
+    st.integers(1, 4),
+)
+def test_as_many_replicas_as_the_batch_can_be_divided_among(
+    count: int, most: int, key: str, value: int
+) -> None:
+    sets = [
+        f"training.batch_size={count * value}",
+        "sync.mode=groups",
+        *([f"plan.{key}={value}"] if key else []),
+    ]
+    run = load_run_file(None, sets)
+    sizes = micro_batches(run)
+
+    batch = count * value
+
+    def is_divided(width: int) -> bool:
+        """By trying all ways that the planner has."""
+        for small, large in product(sizes, repeat=2):
+            for num_large in range(width + 1):
+                one = num_large * large + (width - num_large) * small
+                if batch % one == 0 and run.plan.microbatches in (None, batch // one):
+                    return True
+        return False
+
+    fitting = [width for width in range(2, most + 1) if is_divided(width)]
+    assert most_replicas(run, most) == max(fitting, default=most)
