@@ -374,7 +374,8 @@ class StageWatch:
         self._expected_s = expected_s
         self._per_replica = num_pipeline_ranks
         self._recent: list[deque[float]] = [deque(maxlen=LONG) for _ in expected_s]
-        self._told: set[int] = set()
+        self.slow: dict[int, SlowStage] = {}
+        """The ranks that are slow, as they were when that was found."""
 
     def note(self, shares: Shares, rank_seconds: Sequence[float]) -> SlowStage | None:
         """Learn the busy seconds of all ranks in a batch; a stage that has become slow is told once."""
@@ -392,10 +393,9 @@ class StageWatch:
             others = [usual[other] for other in range(first, first + self._per_replica) if other != rank]
             times = own / median(others) if median(others) > 0 else 1.0
             if times < SLOW:
-                self._told.discard(rank)
-            elif rank not in self._told and found is None:
-                self._told.add(rank)
-                found = self._slow_stage(rank, times, usual)
+                self.slow.pop(rank, None)
+            elif rank not in self.slow and found is None:
+                found = self.slow[rank] = self._slow_stage(rank, times, usual)
         return found
 
     def _slow_stage(self, rank: int, times: float, usual: Sequence[float]) -> SlowStage:

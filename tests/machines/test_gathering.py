@@ -22,6 +22,7 @@ from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.line import check_between
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
+from bireme.machines.phases import PhaseForecast
 from bireme.train import attendance
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 from bireme.wire.encryption import ALWAYS, VARIABLE
@@ -74,7 +75,7 @@ def _plain(offer: MachineOffer) -> dict[str, object]:
 class Processes:
     """Stand-ins for those of a phase, which end if a test says so."""
 
-    since_s, is_ready, is_stopping, batch_s = 0.0, True, False, None
+    since_s, forecast, is_stopping = 0.0, PhaseForecast(), False
     happened: ClassVar[list[str]] = []
 
     def __init__(self, orders: MachineOrders, *_: object) -> None:
@@ -86,7 +87,7 @@ class Processes:
         return self.ended
 
     def report(self) -> PhaseReport:
-        return PhaseReport(self.orders.phase, None, True, None, None)
+        return PhaseReport(self.orders.phase, None, self.forecast, None)
 
     def go(self) -> None:
         self.goes = True
@@ -190,7 +191,7 @@ def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
     meeting.gathering.turn()
 
     def ended(status: int, *lines: list[object]) -> dict[str, Any]:
-        report = PhaseReport(1, (status,), is_ready=False, batch_s=None, progress=None)
+        report = PhaseReport(1, (status,), forecast=None, progress=None)
         return {"port": 1, "phases": [asdict(report)], "lines": lines, "leaves": False}
 
     one._ask("beat", **ended(1, [1, "err", "bireme: it failed"]))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.machines.phases import PhaseProgress, PhaseRules, RunPhases
+from bireme.machines.phases import PhaseForecast, PhaseProgress, PhaseRules, RunPhases
 
 RULES = PhaseRules(least=2, most=3, wait_s=5.0, patience_s=10.0, needs_all=True, steps=1000)
 NAMES = "abcde"
@@ -34,15 +34,17 @@ class Story:
         self.phases.turn(self.now_s)
         self.said += self.phases.said()
 
-    def progress(self, step: int, *, first: int = 0, batch_s: float | None = 1.0) -> None:
+    def progress(
+        self, step: int, *, first: int = 0, batch_s: float | None = 1.0, is_slow: bool = False
+    ) -> None:
         assert self.phases.current is not None
-        found = PhaseProgress(self.phases.current.number, first, step, batch_s)
+        found = PhaseProgress(self.phases.current.number, first, step, batch_s, is_slow)
         self.phases.note_progress(found, self.now_s)
         self.turn()
 
-    def ready(self, batch_s: float | None) -> None:
+    def ready(self, batch_s: float | None, before_s: float | None = None, idle: str = "") -> None:
         assert self.phases.following is not None
-        self.phases.note_ready(self.phases.following.number, batch_s)
+        self.phases.note_ready(self.phases.following.number, PhaseForecast(batch_s, before_s), idle)
         self.turn()
 
     def end(self, number: int, **statuses: int) -> None:
@@ -188,7 +190,7 @@ def test_a_newcomer_is_used_if_that_gains_more_than_it_costs() -> None:
     for batch_s, follows in ((0.5, True), (0.99, False)):
         story = Story(replace(RULES, wait_s=0.0), "ab")
         story.now_s += 20.0
-        story.phases.note_ready(1, 1.0)
+        story.phases.note_ready(1, PhaseForecast(1.0))
         story.progress(20)
         story.come("c")
         assert story.phases.following is None
@@ -214,12 +216,85 @@ def test_a_newcomer_is_used_if_that_gains_more_than_it_costs() -> None:
 def test_a_predicted_time_is_corrected_by_what_the_present_plan_takes() -> None:
     """A prediction of half the time that the present plan takes gains nothing if that plan had the same."""
     story = Story(replace(RULES, wait_s=0.0), "ab")
-    story.phases.note_ready(1, 0.5)
+    story.phases.note_ready(1, PhaseForecast(0.5))
     story.progress(20, batch_s=1.0)
     story.come("c")
     story.turn(10.0)
     story.ready(0.5)
     assert "goes on without a new plan" in story.said[-1]
+
+
+def slow(batch_s: float = 2.0, **rules: object) -> Story:
+    """A run whose plan promised 1 s a batch, with a stage that has been slow for as long as it may."""
+    story = Story(replace(RULES, wait_s=0.0, replans=True, **rules), "ab")  # type: ignore[arg-type]
+    story.now_s += 20.0
+    story.phases.note_ready(1, PhaseForecast(1.0))
+    story.progress(20)
+    story.progress(30, batch_s=batch_s, is_slow=True)
+    assert story.phases.following is None
+    story.turn(10.0)
+    return story
+
+
+def test_a_stage_that_stays_slow_leads_to_a_new_plan_on_the_same_machines() -> None:
+    """Its gain is from what the present plan should take on the devices as they are now."""
+    story = slow()
+    assert story.said[-1].endswith("goes on: a, b, because a stage has become slow.")
+    story.ready(1.2, before_s=1.6)
+    assert "1.5 s a batch instead of 2 s saves 485 s of the 970 batches left" in story.said[-1]
+    story.end(1, a=0, b=0)
+    story.turn()
+    assert story.trains == (2, "ab")
+
+
+def test_a_slow_stage_is_weighed_once_until_it_has_recovered() -> None:
+    for outcome in ("no gain", "fails"):
+        story = slow()
+        if outcome == "no gain":
+            story.ready(1.6, before_s=1.6)
+        else:
+            story.end(2, a=2, b=2)
+        assert story.phases.following is None
+        story.progress(31, is_slow=True)
+        story.turn(100.0)
+        assert story.phases.newest == 2
+        story.progress(32)
+        story.progress(33, is_slow=True)
+        story.turn(10.0)
+        assert story.phases.newest == 3
+        story.end(1, a=-9, b=1)  # and the run goes on over the same machines
+        story.turn()
+        assert story.trains == (3, "ab")
+
+
+def test_a_stage_that_recovers_meanwhile_keeps_its_plan() -> None:
+    story = slow()
+    story.progress(31)
+    assert story.phases.following is None
+    assert story.phases.unused == {2}
+
+
+def test_a_slow_stage_is_not_weighed_unless_the_run_asks_for_that() -> None:
+    story = Story(replace(RULES, wait_s=0.0), "ab")
+    story.progress(30, is_slow=True)
+    story.turn(1000.0)
+    assert story.phases.newest == 1
+
+
+def test_the_loss_of_a_machine_that_stands_by_changes_nothing() -> None:
+    story = Story(machines="abc")
+    assert story.phases.current is not None
+    story.phases.note_ready(1, PhaseForecast(1.0, idle=(2,)), "c")
+    story.progress(20)
+    assert "Phase 1 has no work for c" in "".join(story.said)
+    story.lose("c")
+    story.turn(100.0)
+    assert (story.trains, story.phases.newest) == ((1, "ab"), 1)
+    story.come("c", "2")
+    story.turn(10.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [2]
+    story.end(1, a=0, b=0)
+    assert (story.phases.is_over, story.phases.status) == (True, 0)
 
 
 def test_with_too_few_machines_the_run_waits_for_others() -> None:
@@ -282,9 +357,14 @@ EVENTS = st.one_of(
     st.tuples(st.just("come"), st.sampled_from(NAMES), st.sampled_from("12")),
     st.tuples(st.just("lose"), st.sampled_from(NAMES), st.booleans()),
     st.tuples(st.just("leaves"), st.sampled_from(NAMES), st.booleans()),
-    st.tuples(st.just("ready"), st.integers(1, 6), st.sampled_from([None, 0.1, 1.0, 9.0])),
+    st.tuples(
+        st.just("ready"),
+        st.integers(1, 6),
+        st.sampled_from([None, 0.1, 1.0, 9.0]),
+        st.sampled_from(["", "c"]),
+    ),
     st.tuples(st.just("end"), st.integers(1, 6), st.sampled_from(NAMES), st.sampled_from([0, 1, 2, -9])),
-    st.tuples(st.just("progress"), st.integers(1, 6), st.integers(0, 50)),
+    st.tuples(st.just("progress"), st.integers(1, 6), st.integers(0, 50), st.booleans()),
     st.tuples(st.just("turn"), st.sampled_from([0.0, 1.0, 20.0])),
 )
 
@@ -293,7 +373,7 @@ EVENTS = st.one_of(
 def test_any_order_loss_and_doubling_of_events(
     events: list[tuple[object, ...]], needs_all: bool, doubles: bool
 ) -> None:
-    phases, now_s = RunPhases(replace(RULES, needs_all=needs_all)), 0.0
+    phases, now_s = RunPhases(replace(RULES, needs_all=needs_all, replans=doubles)), 0.0
     numbers: dict[int, tuple[str, ...]] = {}
     for event in [one for one in events for _ in range(1 + doubles)]:
         match event:
@@ -303,19 +383,20 @@ def test_any_order_loss_and_doubling_of_events(
                 phases.lose(key, now_s, for_good=for_good)
             case "leaves", str(key), bool(leaves):
                 phases.note_leaves(key, leaves=leaves)
-            case "ready", int(number), batch_s:
-                phases.note_ready(number, batch_s)  # type: ignore[arg-type]  # as drawn
+            case "ready", int(number), batch_s, str(idle):
+                phases.note_ready(number, PhaseForecast(batch_s), idle)  # type: ignore[arg-type]  # as drawn
             case "end", int(number), str(key), int(status):
                 phases.note_ended(number, key, [status])
-            case "progress", int(number), int(step):
-                phases.note_progress(PhaseProgress(number, 0, step, 1.0), now_s)
+            case "progress", int(number), int(step), bool(is_slow):
+                phases.note_progress(PhaseProgress(number, 0, step, 1.0, is_slow), now_s)
             case "turn", float(after_s):
                 now_s += after_s
         before = phases.newest
         there = set(phases.machines)
         phases.turn(now_s)
         for phase in phases.phases():
-            assert numbers.setdefault(phase.number, phase.machines) == phase.machines
+            first = numbers.setdefault(phase.number, phase.machines)
+            assert set(first) - phase.idle <= set(phase.machines) <= set(first)
             assert len(set(phase.machines)) == len(phase.machines) > 0
             if phase.number > before:
                 assert set(phase.machines) <= there  # a new plan is over machines that are there

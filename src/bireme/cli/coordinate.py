@@ -144,6 +144,7 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tup
         run.training.steps,
         run.elastic.patience_s,
         as_json,
+        run.balance.replan,
     )
     return offer, folder.absolute()
 

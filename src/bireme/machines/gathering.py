@@ -84,7 +84,8 @@ class Gathering:
         self._list: AdmissionList | None = None
         self._complaint = ""
         needs_all = not run.can_return
-        self._phases = RunPhases(PhaseRules(*num_machines, wait_s, run.patience_s, needs_all, run.steps))
+        rules = PhaseRules(*num_machines, wait_s, run.patience_s, needs_all, run.steps, run.replans)
+        self._phases = RunPhases(rules)
         self._orders: dict[int, dict[str, MachineOrders]] = {}
         """The orders of each machine in a phase."""
         self._members: dict[str, _Member] = {}
@@ -278,8 +279,10 @@ class Gathering:
         if report.number >= one.phase:
             one.phase = report.number
             one.statuses = None if report.statuses is None else list(report.statuses)
-        if report.is_ready:
-            self._phases.note_ready(report.number, report.batch_s)
+        if report.forecast is not None:
+            numbers = {orders.number: key for key, orders in self._orders.get(report.number, {}).items()}
+            idle = [numbers[number] for number in report.forecast.idle if number in numbers]
+            self._phases.note_ready(report.number, report.forecast, idle)
         if report.progress is not None:
             self._phases.note_progress(report.progress, now_s)
         if report.statuses is not None:

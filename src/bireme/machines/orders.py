@@ -21,7 +21,7 @@ from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.machines.keys import HEX_KEY, key_path
-from bireme.machines.phases import PhaseProgress
+from bireme.machines.phases import PhaseForecast, PhaseProgress
 
 _FORMAT = 1
 _Text = Annotated[str, Len(0, 400)]
@@ -52,7 +52,8 @@ class MachineOffer:
 class RunOffer:
     """The run: its file as a text, and what decides how machines take part. `workers` are the processes of
     each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
-    new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`.
+    new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`, and if the
+    run `replans`, a slow stage too.
     """
 
     text: str
@@ -62,6 +63,7 @@ class RunOffer:
     steps: int
     patience_s: float
     as_json: bool = False
+    replans: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,12 @@ class MachineOrders:
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
     """How the processes of a phase are at a machine: how they have ended, None while one lives, negative for
-    a signal; whether the phase is ready, and the seconds of a batch that it predicts then.
+    a signal; what the phase predicts once it is ready.
     """
 
     number: int
     statuses: tuple[int, ...] | None
-    is_ready: bool
-    batch_s: float | None
+    forecast: PhaseForecast | None
     progress: PhaseProgress | None
 
 

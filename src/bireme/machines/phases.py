@@ -30,7 +30,8 @@ _LEAST_COMPARED = 5
 class PhaseRules:
     """How a run takes machines: it begins with `most` at once, and with `least` once no other has come for
     `wait_s`. A machine that has come or gone counts after `patience_s`. With `needs_all` a phase cannot go on
-    without each of its machines. The run has `steps` batches.
+    without each of its machines. The run has `steps` batches. If it `replans`, a stage that has been slow for
+    `patience_s` leads to a new plan.
     """
 
     least: int
@@ -39,16 +40,32 @@ class PhaseRules:
     patience_s: float
     needs_all: bool
     steps: int
+    replans: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseProgress:
-    """How far a phase has come: it began after the step `first`, and a batch takes `batch_s`."""
+    """How far a phase has come: it began after the step `first`, and a batch takes `batch_s`. `is_slow` is
+    whether one of its stages has become slow.
+    """
 
     number: int
     first: int
     step: int
     batch_s: float | None
+    is_slow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseForecast:
+    """What a phase that is prepared predicts: `batch_s` are the seconds of a batch, `before_s` those with the
+    plan of the phase before, on the devices as they are now. The machines numbered `idle` have no part in
+    its plan, and stand by.
+    """
+
+    batch_s: float | None = None
+    before_s: float | None = None
+    idle: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,9 +85,12 @@ class RunPhase:
     """Their keys, in the order of their ranks."""
     goes: bool = False
     end: Literal["", "stop", "kill"] = ""
-    is_ready: bool = False
-    forecast_s: float | None = None
-    """Predicted seconds of a batch."""
+    for_slow: bool = False
+    """Whether it is prepared because a stage of the phase before has become slow."""
+    forecast: PhaseForecast | None = None
+    """None until it is prepared."""
+    idle: frozenset[str] = frozenset()
+    """Its machines that stand by."""
     lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Machines that are gone: since when, and the instance that was there."""
     statuses: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -83,6 +103,20 @@ class RunPhase:
     batch_s: float | None = None
     """Measured seconds of a batch."""
     is_compared: bool = False
+    slow_s: float | None = None
+    """Since when one of its stages is slow."""
+    is_weighed: bool = False
+    """Whether a new plan for that stage was weighed."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is prepared."""
+        return self.forecast is not None
+
+    @property
+    def forecast_s(self) -> float | None:
+        """Predicted seconds of a batch."""
+        return None if self.forecast is None else self.forecast.batch_s
 
     @property
     def worst(self) -> int:
@@ -135,7 +169,9 @@ class RunPhases:
         instances of its machines, in the order of their ranks: none of them has called yet.
         """
         lost = {key: (now_s, instance) for key, instance in gone.items()}
-        self.current = RunPhase(number, tuple(gone), goes=True, is_ready=True, lost=lost, went_s=now_s)
+        self.current = RunPhase(
+            number, tuple(gone), goes=True, forecast=PhaseForecast(), lost=lost, went_s=now_s
+        )
         self._number, self.has_begun, self._changed_s = newest, True, now_s
         self._awaited, self._taken_up_s = frozenset(gone), now_s
 
@@ -165,15 +201,19 @@ class RunPhases:
             return
         self._changed_s = now_s
         for phase in self.phases():
-            if key in phase.machines and key not in phase.statuses:
+            if key in phase.idle:
+                phase.machines = tuple(one for one in phase.machines if one != key)
+            elif key in phase.machines and key not in phase.statuses:
                 phase.lost[key] = (now_s - (self.rules.patience_s if for_good else 0.0), gone.instance)
 
-    def note_ready(self, number: int, batch_s: float | None) -> None:
-        """A phase is prepared, and predicts the seconds of a batch."""
+    def note_ready(self, number: int, forecast: PhaseForecast, idle: Sequence[str] = ()) -> None:
+        """A phase is prepared. Its `idle` machines stand by."""
         for phase in self.phases():
             if phase.number == number and not phase.is_ready:
-                phase.is_ready, phase.forecast_s = True, batch_s
+                phase.forecast, phase.idle = forecast, frozenset(idle)
                 self.num_news += 1
+                if names := self._names(idle):
+                    self._say(f"Phase {number} has no work for {names}, and keeps what is there as a spare.")
 
     def note_ended(self, number: int, key: str, statuses: Sequence[int]) -> None:
         """All processes of a phase at a machine have ended."""
@@ -191,6 +231,10 @@ class RunPhases:
         if phase.first_step is None:
             self._note_first(phase, first, now_s)
         phase.step, phase.batch_s = step, batch_s
+        if not found.is_slow:
+            phase.slow_s, phase.is_weighed = None, False
+        elif phase.slow_s is None:
+            phase.slow_s = now_s
         if step > self._step:
             self._step, self._num_failures = step, 0
         is_known = batch_s is not None and phase.forecast_s is not None
@@ -237,7 +281,7 @@ class RunPhases:
         elif self.following is not None:
             self._go(self.following, now_s)
         elif self._may_begin(now_s):
-            self._prepare(now_s)
+            self._prepare()
             self.turn(now_s)
 
     def phases_of(self, key: str) -> tuple[RunPhase, ...]:
@@ -294,7 +338,7 @@ class RunPhases:
         is_early = now_s - self._taken_up_s < rules.patience_s and not self._awaited <= self.machines.keys()
         return bool(there) and not there <= self._refused and not is_early
 
-    def _prepare(self, now_s: float) -> None:
+    def _prepare(self, *, for_slow: bool = False) -> None:
         """Have processes of a new phase started on all machines that are there."""
         self._number += 1
         # Machines of the phase before keep their order: the first one serves the store.
@@ -302,8 +346,8 @@ class RunPhases:
         before = () if current is None else current.machines
         ordered = [key for key in before if key in self._there]
         ordered += [key for key in self.machines if key in self._there and key not in before]
-        self.following = RunPhase(self._number, tuple(ordered))
-        names = self._names(ordered)
+        self.following = RunPhase(self._number, tuple(ordered), for_slow=for_slow)
+        names = self._names(ordered) + (", because a stage has become slow" if for_slow else "")
         beside = "" if current is None or current.lost else f" beside phase {current.number}, which goes on"
         many = counted(len(ordered), "machine")
         self._say(f"Phase {self._number} is prepared on {many}{beside}: {names}.")
@@ -321,14 +365,21 @@ class RunPhases:
         there = frozenset(phase.machines)
         if phase.lost or self._stops:
             self._give_up(phase)
+        elif current is not None and phase.for_slow and phase.statuses:
+            current.is_weighed = True
+            self._give_up(phase)
         elif phase.statuses:
             self.following = None
             self._refuse(there, phase.worst)
-        elif current is not None and self._is_as_before(current):
+        elif current is not None and self._is_as_before(current, but_slow=phase.for_slow):
             self._give_up(phase)
 
-    def _is_as_before(self, phase: RunPhase) -> bool:
-        """Whether the machines of the phase that trains are those that are there."""
+    def _is_as_before(self, phase: RunPhase, *, but_slow: bool) -> bool:
+        """Whether the machines of the phase that trains are those that are there, and none is slow if
+        `but_slow`.
+        """
+        if but_slow and phase.slow_s is not None:
+            return False
         return not phase.end and not phase.lost and self._there == set(phase.machines)
 
     @property
@@ -402,7 +453,15 @@ class RunPhases:
         elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
             is_quiet = now_s - self._changed_s >= patience_s
             if phase.step is not None and (is_quiet or is_stuck or self._leaving):
-                self._prepare(now_s)
+                self._prepare()
+        elif self._is_slow(phase, now_s):
+            self._prepare(for_slow=True)
+
+    def _is_slow(self, phase: RunPhase, now_s: float) -> bool:
+        """Whether a stage is slow for so long that a new plan is to be weighed."""
+        if not self.rules.replans or phase.slow_s is None or phase.is_weighed or phase.lost:
+            return False
+        return now_s - phase.slow_s >= self.rules.patience_s
 
     def _end(self, phase: RunPhase, how: Literal["stop", "kill"], now_s: float) -> None:
         phase.end, phase.end_s = how, now_s
@@ -410,8 +469,9 @@ class RunPhases:
     def _decide(self, phase: RunPhase, following: RunPhase, now_s: float) -> None:
         """Switch if that saves more than it costs over the rest of the run."""
         before_s, after_s = phase.batch_s or phase.forecast_s, following.forecast_s
-        if phase.batch_s is not None and phase.forecast_s and after_s is not None:
-            after_s *= phase.batch_s / phase.forecast_s  # predictions err in one direction
+        predicted_s = (following.forecast and following.forecast.before_s) or phase.forecast_s
+        if phase.batch_s is not None and predicted_s and after_s is not None:
+            after_s *= phase.batch_s / predicted_s  # predictions err in one direction
         leaving = [key for key in phase.machines if key in self._leaving]
         left, cost_s = max(self.rules.steps - (phase.step or 0), 0), self._cost_s or FIRST_COST_S
         if leaving:
@@ -431,5 +491,8 @@ class RunPhases:
             self._end(phase, "stop", now_s)
             return
         self._say(f"Phase {phase.number} goes on without a new plan: {words}.")
-        self._declined = frozenset(following.machines)
+        if following.for_slow:
+            phase.is_weighed = True
+        else:
+            self._declined = frozenset(following.machines)
         self._give_up(following)

@@ -262,7 +262,7 @@ class Attendance:
     @property
     def _is_changing(self) -> bool:
         """Whether another phase may begin at any time."""
-        return any((one.is_ready and not one.goes) or one.is_stopping for one in self._phases.values())
+        return any((one.forecast and not one.goes) or one.is_stopping for one in self._phases.values())
 
     def _follow(self, answer: dict[str, Any]) -> None:
         """Start, stop and end processes as the coordinator says."""

@@ -1,7 +1,7 @@
 """The processes of one phase on a machine that takes part in a run of `bireme coordinate`, and what they ask
 the `bireme join` that has started them, over the socket by which they were started:
 
-    ready batch_s ──▶ {}, once they may load state and train       switches ──▶ is_switch
+    ready forecast ──▶ {}, once they may load state and train      switches ──▶ is_switch
     keeper bytes_per_s, timeout_s ──▶ address, key                 kept ──▶ address, key, or nulls
 """
 
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
 from bireme.machines.orders import MachineOrders, PhaseReport
-from bireme.machines.phases import PhaseProgress
+from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.processes import Process, preload, start_process
 from bireme.runtime.stores import KEY
@@ -36,6 +37,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 
 PHASE, SOCKET = "BIREME_PHASE", "BIREME_ATTENDANCE"
+_FORECAST = TypeAdapter(PhaseForecast)
 _MOST_LETTERS = 10_000
 """Of a request or an answer."""
 _IMPORTED = ("bireme.train.launched_process", "bireme.cli.train", "torch._dynamo")
@@ -75,9 +77,9 @@ class JoinedProcesses:
         before: "JoinedProcesses | None" = None,
     ) -> None:
         self.orders = orders
-        self.is_ready = self.is_stopping = False
-        self.batch_s: float | None = None
-        """Predicted seconds of a batch, once this phase is ready; only where its rank 0 is."""
+        self.is_stopping = False
+        self.forecast: PhaseForecast | None = None
+        """What this phase predicts, once it is ready; only where its rank 0 is."""
         self._keeper, self._kept, self._notice = keeper, kept, notice
         self._goes, self._switches = threading.Event(), False
         self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
@@ -136,7 +138,7 @@ class JoinedProcesses:
         number, statuses = self.orders.phase, self.statuses()
         progress = self._log.progress(number) if self.goes else None
         ended = None if statuses is None else tuple(statuses)
-        return PhaseReport(number, ended, self.is_ready, self.batch_s, progress)
+        return PhaseReport(number, ended, self.forecast, progress)
 
     def stop(self, *, switches: bool) -> None:
         """Stop them in order; `switches` is whether another phase follows."""
@@ -167,7 +169,7 @@ class JoinedProcesses:
         """What a process is told that asks."""
         match asked["do"]:
             case "ready":
-                self.batch_s, self.is_ready = asked["batch_s"], True
+                self.forecast = _FORECAST.validate_python(asked["forecast"])
                 self._notice()
                 self._goes.wait()
                 return {}
@@ -202,6 +204,7 @@ class _LogTail:
         """The step after which the phase begins, and the time of the run then."""
         self._last: tuple[int, float] | None = None
         self._first: tuple[int, float] | None = None
+        self._is_slow = False
 
     def begin(self) -> None:
         """From here on the log is of this phase."""
@@ -222,12 +225,14 @@ class _LogTail:
             return None
         num = self._last[0] - self._first[0]
         batch_s = (self._last[1] - self._first[1]) / num if num > 0 else None
-        return PhaseProgress(phase, self._begun[0], self._last[0], batch_s)
+        return PhaseProgress(phase, self._begun[0], self._last[0], batch_s, self._is_slow)
 
     def _take(self, record: dict[str, Any]) -> None:
         found = int(record["step"]), float(record["time_s"])
         if record["kind"] == "start":
-            self._begun, self._first, self._last = found, None, None
+            self._begun, self._first, self._last, self._is_slow = found, None, None, False
+        elif record["kind"] == "slow":
+            self._is_slow = bool(record["stages"])
         elif record["kind"] == "train" and self._begun is not None:
             self._first, self._last = self._first or found, found
 
@@ -317,11 +322,11 @@ class Attended:
         file = variables.pop(SOCKET, None)
         return None if file is None else cls(socket.socket(fileno=int(file)))
 
-    def wait_to_train(self, batch_s: float | None) -> None:
+    def wait_to_train(self, forecast: PhaseForecast) -> None:
         """Report that the run is prepared, and what is predicted of it. Returns once the phase before has
         ended.
         """
-        self._ask("ready", batch_s=batch_s)
+        self._ask("ready", forecast=asdict(forecast))
 
     def is_switch(self) -> bool:
         """Whether the run stops here because another phase follows."""

@@ -384,7 +384,7 @@ class _Joined:
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
-                orders = _orders(led, nodes)
+                orders = _orders(led, nodes, is_phase=self._environment.phase > 0)
                 if addresses:
                     files = paths_for_all(led.folder.load_run())
                     self._folders.served(led.folder.path, files)
@@ -583,12 +583,13 @@ def _encryption(run: RunFile, orders: Orders) -> str:
     return f"{text} (docs/machines.md)."
 
 
-def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> Orders:
+def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]], *, is_phase: bool) -> Orders:
     hosts = {one.rank: host for host, members in enumerate(nodes.values()) for one in members}
     hosts_of_ranks = [host for _, host in sorted(hosts.items())]
     machines = led.prepared.machines
+    start = run_start(led.prepared, led.folder, led.checkpoint, led.threads)
     return Orders(
-        run_start(led.prepared, led.folder, led.checkpoint, led.threads),
+        replace(start, is_phase=is_phase),
         digest_of(led.folder),
         led.places,
         machines.backend,

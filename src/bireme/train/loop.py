@@ -82,7 +82,10 @@ class Loop:
         self._averaging = member if isinstance(member, AveragingReplica) else None
         self._member = member
         self._replicas = ReplicaNotes(
-            watch, self.tell, may_replan=run.balance.replan and part.start.may_replan
+            watch,
+            self.tell,
+            may_replan=run.balance.replan and part.start.may_replan,
+            is_weighed=run.balance.replan and part.start.is_phase,
         )
         self._reading = RunReading(part)
         self._to_record = member is None or not member.has_come_late

@@ -58,7 +58,8 @@ class RunStart:
     `is_shown` lets rank 0 speak of its steps; `words` are the first values of its log. `passed_over` are the
     damaged checkpoints after the one to resume from. If there are `copies` the run goes on from these instead
     of a checkpoint; `copying` says where ranks give second copies. With `may_replan` the starter of the run
-    makes a new plan for it if it ends to that end. `census` counts the private samples of all servers.
+    makes a new plan for it if it ends to that end; in a phase of `bireme coordinate` (`is_phase`) the
+    coordinator decides. `census` counts the private samples of all servers.
     Updates are delayed after `first_delayed_step`. If machines share no folder, these are the `machines`, and
     `holders` have the files of the checkpoint.
     """
@@ -70,6 +71,7 @@ class RunStart:
     words: dict[str, Any]
     passed_over: tuple[Path, ...] = ()
     may_replan: bool = False
+    is_phase: bool = False
     census: Census = field(default_factory=dict)
     first_delayed_step: int = 0
     copies: CopySource | None = None

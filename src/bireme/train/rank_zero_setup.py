@@ -5,6 +5,7 @@ was if the devices did, and a new one is made if there are others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import gcd
@@ -17,6 +18,7 @@ from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.widths import ANY
@@ -32,13 +34,14 @@ from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
 from bireme.train.plan_ahead import Loss, may_plan_ahead
-from bireme.train.plan_search import RECORDED, chooses_batch, with_batch_of
+from bireme.train.plan_search import RECORDED, ProfiledRun, chooses_batch, with_batch_of
 from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_copies import newest_state, start_name
 from bireme.train.run_file import RunFile
 from bireme.train.run_machines import bring_run
+from bireme.train.shares import as_slow_as_found
 from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
 # The hosts of a run whose replicas may die: which ranks each of them starts.
@@ -179,14 +182,14 @@ def set_up_run(
     tell: Callable[[str], None],
     keepers: Sequence[KeeperAddress] = (),
     machines: MachinesNote | None = None,
-    wait: Callable[[float | None], None] | None = None,
+    wait: Callable[[PhaseForecast], None] | None = None,
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
     `keepers` hold second copies of an earlier start, `machines` serve their folders of the run. In a run of
-    `bireme join`, `wait` takes the predicted seconds of a batch, and returns once the phase before this one
-    has ended: only then its state is read.
+    `bireme join`, `wait` takes what is predicted, and returns once the phase before this one has ended: only
+    then its state is read.
     """
     started = nodes
     check_mode(asked)
@@ -209,15 +212,16 @@ def set_up_run(
     counts = [len(members) for members in nodes.values()]
     texts = ask_servers(device, counts)
     cluster = _cluster(named, nodes, device, texts, tell)
+    before = begun if follows and begun is not None and begun.is_begun else None
+    if before is not None and cluster is not None and named.balance.replan and before.cluster.is_file():
+        plan_before = load_plan(before.plan).plan
+        cluster = as_slow_as_found(cluster, read_cluster(before.cluster), plan_before, before.metrics)
     settled = _settled(named, nodes, device, cluster)
     is_same = begun is not None and _is_for(begun, settled, cluster)
     begins = state is None or state.checkpoint is None
-    before = begun if follows and begun is not None and begun.is_begun else None
     prepared = None if is_same else _planned_anew(settled, cluster, begun, before, begins=begins)
     if wait is not None:
-        plan = load_plan(begun.plan) if prepared is None and begun is not None else None
-        known = plan if prepared is None else prepared.plan
-        wait(None if known is None or known.forecast is None else known.forecast.batch_s)
+        wait(_forecast(prepared, begun, nodes))
     if state is None and (state := _newest(named, begun, environment, keepers, tell)) is None:
         return None
     checkpoint = state.checkpoint
@@ -417,6 +421,24 @@ def most_replicas(run: RunFile, most: int) -> int:
     least = 1 if run.has_copies(1) else 2
     widths = (one for one in range(most, least - 1, -1) if one % (run.sync.sites or 1) == 0)
     return next(filter(is_divided, widths), most)
+
+
+def _forecast(prepared: PreparedRun | None, begun: RunFolder | None, nodes: Nodes) -> PhaseForecast:
+    """What is predicted of a phase: with the plan that is `prepared`, else with the one that it was begun
+    with.
+    """
+    if prepared is None:
+        saved = None if begun is None else load_plan(begun.plan)
+        return PhaseForecast(None if saved is None or saved.forecast is None else saved.forecast.batch_s)
+    plan, cluster, before_s = prepared.plan, prepared.machines.cluster, None
+    if begun is not None and begun.is_begun and prepared.profile is not None:
+        with suppress(BiremeError):  # such as a plan for a machine that is gone
+            now = ProfiledRun(prepared.run, cluster, prepared.graph, prepared.profile)
+            before_s = now.given(begun.plan).answer.best.forecast.batch_s
+    used = {*places_in(plan.plan, cluster, ranks_on(cluster, nodes))}
+    ranks = [{one.rank for one in members} for members in nodes.values()]
+    idle = tuple(number for number, own in enumerate(ranks) if not own & used)
+    return PhaseForecast(None if plan.forecast is None else plan.forecast.batch_s, before_s, idle)
 
 
 def _losses(run: RunFile, nodes: Nodes, texts: Sequence[str]) -> tuple[Loss, ...]:

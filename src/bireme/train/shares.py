@@ -4,11 +4,16 @@ Preparation asks once, so that shares that cannot be are refused before any proc
 again and finds the same.
 """
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import ceil, inf
+from pathlib import Path
 from typing import Literal
+
+from pydantic import TypeAdapter
 
 from bireme.balance import Policy, ShareLimits, Shares, SlowStage, StageWatch, in_proportion, limits_of
 from bireme.cluster.cluster import Cluster
@@ -66,10 +71,16 @@ class ReplicaNotes:
     all ranks.
     """
 
-    def __init__(self, watch: StageWatch | None, tell: Callable[..., None], *, may_replan: bool) -> None:
+    def __init__(
+        self, watch: StageWatch | None, tell: Callable[..., None], *, may_replan: bool, is_weighed: bool
+    ) -> None:
+        """If the run `may_replan`, it ends for the sake of a slow stage. If `is_weighed`, the coordinator
+        decides whether it does.
+        """
         self._watch = watch
         self._tell = tell
-        self._may_replan = may_replan
+        self._may_replan, self._is_weighed = may_replan, is_weighed
+        self._num_slow = 0
         self._shares: Shares = ()
         self.slow: SlowStage | None = None
         """The stage for whose sake a new plan is to be made."""
@@ -82,19 +93,60 @@ class ReplicaNotes:
         if self._watch is None or not result.busy_s:
             return None
         slow = self._watch.note(result.shares, result.busy_s)
+        if slow is not None or len(self._watch.slow) != self._num_slow:
+            self._num_slow = len(self._watch.slow)
+            self._tell("slow", result.batch, stages=[asdict(one) for one in self._watch.slow.values()])
         if slow is None:
             return None
         self.slow = slow if self._may_replan else None
-        return _text(slow, source, replans=self._may_replan)
+        how = "is made with balance.replan = true"
+        if self._may_replan:
+            how = "is made at the next checkpoint"
+        elif self._is_weighed:
+            how = "is weighed once that has lasted for elastic.patience_s"
+        return _text(slow, source, how)
 
 
-def _text(slow: SlowStage, source: ProgramSource, *, replans: bool) -> str:
+def _text(slow: SlowStage, source: ProgramSource, how: str) -> str:
     """Which stage is slow and by how much, what a new plan would give, and how to have one."""
     stages = " and ".join(map(str, source.stages_of(slow.pipeline_rank)))
     what = f"Stage {stages} of replica {slow.replica} (rank {slow.rank}) takes {slow.times:.1f} times as long"
     gain = f"a new plan could save up to {slow.saves:.0%} of a step's time"
-    how = "is made at the next checkpoint" if replans else "is made with balance.replan = true"
     return f"{what} as planned, compared with the other stages: {gain}. It {how}."
+
+
+def as_slow_as_found(cluster: Cluster, before: Cluster, plan: Plan, log: Path) -> Cluster:
+    """The cluster with the speeds that a phase before has found: those that it was planned with, of the
+    devices `before`, and those of the stages that its log has as slow.
+    """
+    speeds = {placed.name: placed.device.speed for placed in before.devices()}
+    for slow in _slow_stages(log):
+        name = plan.devices[slow.pipeline_rank][slow.replica]
+        speeds[name] = speeds.get(name, 1.0) / slow.times
+    names = iter(placed.name for placed in cluster.devices())
+    servers = [
+        replace(
+            server,
+            devices=tuple(replace(one, speed=speeds.get(next(names), one.speed)) for one in server.devices),
+        )
+        for server in cluster.servers
+    ]
+    return replace(cluster, servers=tuple(servers))
+
+
+def _slow_stages(log: Path) -> list[SlowStage]:
+    """The slow stages by the last line of a log, since the run was started for the last time."""
+    found: list[SlowStage] = []
+    with suppress(OSError), log.open(encoding="utf-8") as lines:
+        for line in lines:
+            if '"kind": "start"' in line:
+                found = []
+            elif '"kind": "slow"' in line:
+                found = _SLOW_STAGES.validate_python(json.loads(line)["stages"])
+    return found
+
+
+_SLOW_STAGES = TypeAdapter(list[SlowStage])
 
 
 def slowed(cluster: Cluster, plan: Plan, found: SlowStage) -> Cluster:
