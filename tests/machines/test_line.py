@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.machines import line, own_machine
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.keys import HOME
-from bireme.machines.line import DoctorListener, check_line
+from bireme.machines.line import DoctorListener, MeasuredLine, check_line
 from bireme.machines.own_machine import MachineFacts, check_machine
 from bireme.runtime.stores import serve_store
 from bireme.wire.connection import VERSION
@@ -74,6 +74,10 @@ def test_a_line_on_which_all_is_well(
     found = {one.check: one for one in check_line(listener, TOKEN, OWN)}
     assert {one.verdict for one in found.values()} == {Verdict.WELL}
     assert {*found} == {"port", "encryption", "versions", "latency", "clock", "ports", "bandwidth"}
+    line = MeasuredLine.of([*found.values()])
+    assert line is not None
+    assert min(line.out_bytes_per_s, line.in_bytes_per_s) > 1e5
+    assert f"{8e-6 * line.in_bytes_per_s:,.0f} Mbit/s from" in found["bandwidth"].text
     assert ("is encrypted" in found["encryption"].text) == bool(policy)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bireme import balance
+
 __all__ = [
     "GATE",
     "PACE",
@@ -21,6 +23,7 @@ __all__ = [
     "failing_always",
     "failing_once",
     "gated",
+    "impatient",
     "no_loss",
     "of_each",
     "paced",
@@ -54,6 +57,12 @@ class Paced:
 
 
 def paced() -> Paced:
+    return Paced()
+
+
+def impatient() -> Paced:
+    """The same, in a run that soon takes the slower of two stages for one that has become slow."""
+    balance.LONG, balance.SLOW = 3, 1.0
     return Paced()
 
 

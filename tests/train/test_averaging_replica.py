@@ -298,7 +298,7 @@ def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_win
     )
     part = SimpleNamespace(
         world=SimpleNamespace(rank=1),
-        start=SimpleNamespace(first_delayed_step=0, may_replan=False),
+        start=SimpleNamespace(first_delayed_step=0, may_replan=False, is_phase=False),
         run=run,
         data=data,
         memory=SimpleNamespace(peak_bytes=lambda: 0),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,14 @@ from bireme.train.outcome import Outcome
 from bireme.train.plan_search import grown, with_batch_of
 from bireme.train.rank_part import RunStart
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.shares import mode_of, sharing_of, slowed, stage_watch_of
+from bireme.train.shares import (
+    ReplicaNotes,
+    as_slow_as_found,
+    mode_of,
+    sharing_of,
+    slowed,
+    stage_watch_of,
+)
 from bireme.train.worker import train_rank
 from tests.support.alone import alone
 from tests.support.command import bireme
@@ -120,6 +128,29 @@ def test_a_slow_stage_is_known_by_what_was_planned_for_its_own_device() -> None:
     assert [one.device.speed for one in slower.devices()] == pytest.approx([1, 1, 0.5, 0.5 / found[0].times])
     assert stage_watch_of(saved.plan, cluster, None) is None
     assert isinstance(found[0], SlowStage)
+
+
+def test_a_new_phase_plans_with_the_speeds_that_the_run_has_found(tmp_path: Path) -> None:
+    """Those that the phase before was planned with, and the stages that are slow by the end of its log."""
+    cluster, plan, log = cluster_of(1, 1, 1, 1), saved_plan(sizes=(1, 1)).plan, tmp_path / "metrics.jsonl"
+
+    def tell(kind: str, step: int, **values: Any) -> None:
+        with log.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+
+    tell("start", 0)
+    watch = stage_watch_of(plan, cluster, [0.01, 0.02])
+    notes = ReplicaNotes(watch, tell, may_replan=False, is_weighed=True)
+    result: Any = SimpleNamespace(shares=(4, 4), batch=7, busy_s=[0.1, 0.2, 0.1, 0.8])
+    said = [text for _ in range(slow_stage.LONG) if (text := notes.note(result, plan.source))]
+    assert said[0].endswith("is weighed once that has lasted for elastic.patience_s.")
+    before = cluster_of(1, 0.5, 1, 1)
+    speeds = [one.device.speed for one in as_slow_as_found(cluster, before, plan, log).devices()]
+    assert speeds == pytest.approx([1, 0.5, 1, 0.25])
+    for _ in range(slow_stage.LONG):
+        notes.note(SimpleNamespace(shares=(4, 4), batch=8, busy_s=[0.1, 0.2, 0.1, 0.2]), plan.source)  # type: ignore[arg-type]
+    assert as_slow_as_found(cluster, before, plan, log) == before
+    assert as_slow_as_found(cluster, cluster, plan, tmp_path / "none") == cluster
 
 
 def test_a_grown_batch_takes_the_learning_rate_along_and_is_kept_from_then_on() -> None:

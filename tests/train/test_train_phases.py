@@ -175,6 +175,23 @@ def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_p
 
 
 @_ALL_ONLY
+def test_a_slow_stage_is_planned_around_or_weighed_and_left(tmp_path: Path) -> None:
+    run = planned(tmp_path, "allreduce", model=LARGER, data="tests.support.paced_samples:impatient")
+    more = settings(training__steps=1_000_000, balance__mode="measured", balance__replan="true")
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more))
+        blue = joining(tmp_path, stack, red, "blue")["blue"]
+        red.wait_for_words("because a stage has become slow.")
+        red.wait_for_words(" batches left, and the switch costs about ")
+        red.wait_for_step(metrics(red.run, "train")[-1]["step"] + 5)
+        red.process.send_signal(signal.SIGINT)
+        found = [ended(one) for one in (red, blue)]
+    assert [status for status, *_ in found] == [0, 0], found
+    slow = metrics(red.run, "slow")[0]["stages"][0]
+    assert slow["times"] >= 1.0
+
+
+@_ALL_ONLY
 def test_a_plan_that_fits_no_smaller_number_waits_for_another_machine(tmp_path: Path) -> None:
     """The machine that was lost comes back as another start of `bireme join`."""
     run, more = planned(tmp_path, "allreduce"), settings(plan__depth=2, training__steps=40)

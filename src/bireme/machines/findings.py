@@ -17,12 +17,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked. `text` says what was found, `remedy` what to do, if anything is."""
+    """One thing that was checked. `text` says what was found, `remedy` what to do, if anything is. `measured`
+    are the numbers in the text, in seconds or bytes per second.
+    """
 
     check: str
     verdict: Verdict
     text: str
     remedy: str = ""
+    measured: tuple[float, ...] = ()
 
     @property
     def line(self) -> str:
@@ -31,12 +34,14 @@ class Finding:
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        found = asdict(self)
+        del found["measured"]  # which the text has
+        return found
 
 
-def well(check: str, text: str) -> Finding:
+def well(check: str, text: str, *measured: float) -> Finding:
     """A check that came out well."""
-    return Finding(check, Verdict.WELL, text)
+    return Finding(check, Verdict.WELL, text, measured=measured)
 
 
 def note(check: str, text: str, remedy: str = "") -> Finding:

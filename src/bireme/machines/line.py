@@ -9,6 +9,7 @@ be said that it is there and takes the key. Requests are texts in JSON, data are
 """
 
 import json
+import os
 import select
 import socket
 import threading
@@ -57,6 +58,8 @@ _MTU = (
     "Lower it on both machines, such as: ip link set dev eth0 mtu 1280",
 )
 _GREETING = b"BIREME?"
+LINE_VARIABLE = "BIREME_LINE"
+"""Names the variable with what the line to the coordinator carries."""
 _CUT = ("line", "large messages")
 """Checks after which, if they fail, nothing more can be asked."""
 
@@ -379,7 +382,8 @@ def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
     except (OSError, ValueError, KeyError) as error:
         yield fails("line", f"the line broke while small messages crossed: {error}.", "Check the network.")
         return
-    yield well("latency", f"{1e3 * median(took for took, _ in taken):.2f} ms there and back")
+    round_s = median(took for took, _ in taken)
+    yield well("latency", f"{1e3 * round_s:.2f} ms there and back", round_s)
     offset_s = min(taken)[1]
     text = f"that of {name} is {abs(offset_s):,.1f} s {'ahead' if offset_s > 0 else 'behind'}"
     remedy = "Switch on time synchronization on both machines: timedatectl set-ntp true"
@@ -436,7 +440,7 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
         line.send(num_bytes)
         line.hear()
 
-    speeds = []
+    speeds: dict[str, float] = {}
     for cross, way in ((take, f"to {name}"), (give, f"from {name}")):
         num_bytes = _LARGE_BYTES
         try:
@@ -454,5 +458,37 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
                 _MTU[1],
             )
             return
-        speeds.append(f"{8e-6 * num_bytes / took_s:,.0f} Mbit/s {way}")
-    yield well("bandwidth", ", ".join(speeds))
+        speeds[way] = num_bytes / took_s
+    text = ", ".join(f"{8e-6 * speed:,.0f} Mbit/s {way}" for way, speed in speeds.items())
+    yield well("bandwidth", text, *speeds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLine:
+    """The line from this machine to the coordinator: bytes per second away from here and towards here, and
+    seconds there and back.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    round_s: float
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding]) -> "MeasuredLine | None":
+        """The line that was checked, if its speed was measured."""
+        found = {one.check: one.measured for one in findings}
+        if not found.get("bandwidth") or not found.get("latency"):
+            return None
+        return cls(*found["bandwidth"], *found["latency"])
+
+    @classmethod
+    def in_variable(cls) -> "MeasuredLine | None":
+        """The line that the environment has for the processes of this machine."""
+        words = os.environ.get(LINE_VARIABLE, "").split()
+        return cls(*map(float, words)) if len(words) == 3 else None
+
+    @property
+    def variable(self) -> dict[str, str]:
+        """The variable that `in_variable` reads. Three digits are enough, and keep plans comparable."""
+        words = (self.out_bytes_per_s, self.in_bytes_per_s, self.round_s)
+        return {LINE_VARIABLE: " ".join(f"{one:.3g}" for one in words)}

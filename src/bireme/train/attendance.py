@@ -28,7 +28,7 @@ from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.lending import DailyHours
-from bireme.machines.line import Address, RequestLine, call_coordinator, check_between
+from bireme.machines.line import Address, MeasuredLine, RequestLine, call_coordinator, check_between
 from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
@@ -125,6 +125,8 @@ class Attendance:
         self._is_leaving = False
         self._leaves_s: float | None = None
         """Since when this machine waits for the run to go on without it."""
+        self.line: MeasuredLine | None = None
+        """The line to the coordinator, if that is another machine."""
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
@@ -175,6 +177,7 @@ class Attendance:
         told = {one.check: one.text for one in found}
         measured = [told[check] for check in ("latency", "bandwidth") if check in told]
         self.offer = replace(self.offer, line=", ".join(measured)[:400])
+        self.line = MeasuredLine.of(found)
         return found
 
     def _call_and_check(self, secret: str) -> list[Finding]:
@@ -356,8 +359,9 @@ class Attendance:
             self._reserved.close()
             self._reserve()
         show = partial(self._show, orders.phase)
+        line = {} if self.line is None else self.line.variable
         self._phases[orders.phase] = JoinedProcesses(
-            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before
+            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before, line
         )
 
     def _reserve(self) -> None:

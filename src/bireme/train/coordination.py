@@ -136,6 +136,7 @@ class Coordination:
         try:
             attendance.call(self._own_secret)
             attendance.offer = replace(attendance.offer, line="")  # it leads to itself
+            attendance.line = None
             attendance.run()
         except BiremeError as error:
             tell(f"This machine takes no part: {error}")

@@ -64,7 +64,7 @@ Keepers = Callable[[float | None, float], KeeperAddress]
 class JoinedProcesses:
     """The processes of `bireme train` on this machine; `show` gets each line that they print. `keeper` and
     `kept` give the keeper of this machine, `notice` is called when there is news. `before` are those of the
-    same phase that were killed.
+    same phase that were killed, `more` are variables of their environment.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class JoinedProcesses:
         kept: Callable[[], KeeperAddress | None],
         notice: Callable[[], None],
         before: "JoinedProcesses | None" = None,
+        more: dict[str, str] | None = None,
     ) -> None:
         self.orders = orders
         self.is_stopping = False
@@ -98,7 +99,7 @@ class JoinedProcesses:
             (out, out_writer), (err, err_writer) = Pipe(duplex=False), Pipe(duplex=False)
             with out_writer, err_writer:
                 called = f"phase {orders.phase} rank {orders.first + place}"
-                variables = _variables(orders, place)
+                variables = _variables(orders, place) | (more or {})
                 process, talk = start_process(
                     called, _train, variables, words, not place, output=(out_writer, err_writer)
                 )

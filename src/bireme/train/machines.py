@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Server
+from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Link, Server
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
 from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
 from bireme.errors import BiremeError
+from bireme.machines.line import MeasuredLine
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
 from bireme.runtime.measuring.tier_speeds import (
@@ -27,8 +28,9 @@ from bireme.wire.listener import RATE_VARIABLE
 
 # The devices of a run on several machines: each machine says what it has, and all of it is the cluster.
 #
-# What joins the machines is not known here unless a cluster file says it: nothing is measured. A machine that
-# does not report the speed of its network card is assumed to have 1 Gbit/s.
+# What joins the machines is not known here unless a cluster file says it, or a machine has measured its line
+# to the coordinator of `bireme join`. A machine that does not report the speed of its network card either is
+# assumed to have 1 Gbit/s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,28 @@ def server_here(device: str, count: int) -> Server:
     else:
         devices = tuple(device_here(torch.device(device, place)) for place in range(count))
         found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
-    rate = os.environ.get(RATE_VARIABLE, "")
+    line, rate = MeasuredLine.in_variable(), os.environ.get(RATE_VARIABLE, "")
+    if line is not None:
+        found = _on_line(found, line)
     return _slowed(found, float(rate)) if rate.isdecimal() else found
+
+
+_MEASURED_CARD = "measured"
+_FAST_BYTES_PER_S = 2.5e8
+"""What a line is measured to carry is taken for the rate of a card only below that: a faster card is limited
+by the processor while it is measured.
+"""
+
+
+def _on_line(server: Server, line: MeasuredLine) -> Server:
+    """The machine with the card that its line to the coordinator was measured to be. A rated card stays if
+    nothing slower is on the way.
+    """
+    slowest = min(line.out_bytes_per_s, line.in_bytes_per_s)
+    if server.cards and slowest > min(_FAST_BYTES_PER_S, server.cards[0].link.bytes_per_s):
+        return server
+    link = Link(line.out_bytes_per_s, line.round_s / 2, back_bytes_per_s=line.in_bytes_per_s)
+    return replace(server, cards=(Card(_MEASURED_CARD, tuple(range(len(server.devices))), link),))
 
 
 def _slowed(server: Server, most_bytes_per_s: float) -> Server:
@@ -83,9 +105,14 @@ def _slowed(server: Server, most_bytes_per_s: float) -> Server:
 def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
     """The cluster of these machines, and a sentence on what is not known about it.
 
-    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`.
+    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`. If others
+    have measured their lines, which lead to the coordinator, its own card is as fast as the fastest line.
     """
-    named, unknown = list[Server](), 0
+    named, unknown, usual = list[Server](), 0, Card(ASSUMED_CARD, (0,), ASSUMED_LINK)
+    lines = [card.link for one in servers for card in one.cards if card.name == _MEASURED_CARD]
+    if lines:
+        out, back = max(one.into_bytes_per_s for one in lines), max(one.bytes_per_s for one in lines)
+        usual = Card(_MEASURED_CARD, (0,), Link(out, back_bytes_per_s=back))
     for server in servers:
         name, number = server.name, 2
         while name in {one.name for one in named}:
@@ -93,8 +120,11 @@ def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
         cards = server.cards
         if not cards:
             everyone = tuple(range(len(server.devices)))
-            cards, unknown = (Card(ASSUMED_CARD, everyone, ASSUMED_LINK),), unknown + 1
+            cards, unknown = (replace(usual, devices=everyone),), unknown + (not lines)
         named.append(replace(server, name=name, cards=cards))
+    if lines and not unknown:
+        known = "The plan uses the lines between the machines and the coordinator as they were measured"
+        return Cluster(tuple(named)), f"{known} when the machines joined."
     known = (
         f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and 0.5 ms "
         "between hosts"
