@@ -2,9 +2,10 @@
 
     python benchmarks/kills.py [--quick] [--json] [--section NAME]
 
-`--section` measures a part alone: `walks`, which the rest of this text is about, or `last-copy`
+`--section` measures a part alone: `walks`, which the rest of this text is about; `last-copy`
 (`killing/last_copy.py`): a host with the only first copy of a stage is killed, and the run goes on from its
-second copies.
+second copies; or `lost-machine` (`killing/lost_machine.py`): a machine of `bireme coordinate` is lost for
+good, and the run goes on over the others.
 
 With `sync.mode = "quorum"` and two and three replicas of two stages. A rank kills itself (SIGKILL), or stops
 (SIGSTOP) until its lease has been over for long, right before some instruction of a batch: in turns on each
@@ -37,6 +38,7 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_most, exactly
 from benchmarks.killing.injector import SAVING
 from benchmarks.killing.last_copy import last_copy_rows, last_copy_verdicts
+from benchmarks.killing.lost_machine import lost_machine_rows, lost_machine_verdicts
 from benchmarks.killing.mortal_run import Ended, MortalRun, losses_of_one_process, mortal_run
 from bireme.documents import read_json_lines
 from bireme.sync.coordinator.ledger_check import check_ledger
@@ -205,7 +207,16 @@ def last_copy(is_quick: bool) -> Findings:
     return Findings([Section("The only first copy of a stage is lost", rows)], [*last_copy_verdicts(rows)])
 
 
-SECTIONS: dict[str, Callable[[bool], Findings]] = {"walks": walks, "last-copy": last_copy}
+def lost_machine(is_quick: bool) -> Findings:
+    rows = lost_machine_rows(is_quick)
+    return Findings([Section("A machine is lost for good", rows)], [*lost_machine_verdicts(rows)])
+
+
+SECTIONS: dict[str, Callable[[bool], Findings]] = {
+    "walks": walks,
+    "last-copy": last_copy,
+    "lost-machine": lost_machine,
+}
 
 
 def measure(asked: Namespace) -> Findings:
@@ -223,4 +234,4 @@ def options(parser: ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="three kills in one run, and one host", options=options)
+    benchmark(__doc__, measure, quick="three kills in one run, one host, and one machine", options=options)

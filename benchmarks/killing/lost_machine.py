@@ -1,0 +1,206 @@
+"""A pipeline of three machines of `bireme coordinate` loses one of them for good, and goes on over two.
+
+All machines are this one, over the loopback. All processes of the machine are killed at once, as a power cut
+does. The coordinator prints how long the parts of the recovery take; processor seconds and memory are those
+that Linux counts for the processes of the two phases.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.common.command import log
+from benchmarks.common.verdicts import Verdict, at_most, exactly
+from bireme.errors import BiremeError
+
+MOST_S = 10.0
+"""Until training goes on. What a machine loads here takes no time on a link."""
+PATIENCE_S = 300.0
+POLL_S = 0.02
+SETTLED_S = 20.0
+"""For plans that are made ahead."""
+BEFORE = 40
+_RUN = """format = 1
+
+[model]
+source = "gpt:layers={layers},width=64,heads=2,vocab=257,context=32"
+
+[data]
+source = "{texts}"
+length = 32
+
+[training]
+steps = 1000000
+batch_size = 8
+evaluate_every = 0
+
+[cluster]
+device = "cpu"
+workers = 1
+threads_per_worker = 1
+
+[checkpoint]
+every_steps = 20
+
+[elastic]
+patience_s = 2.0
+
+[log]
+folder = "{runs}"
+name = "run"
+every_steps = 1
+sample_tokens = 0
+"""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class _Machines:
+    """The commands of all machines, each in a session of its own, and what they have printed."""
+
+    def __init__(self, folder: Path, layers: int) -> None:
+        self._folder = folder
+        texts = folder / "texts"
+        texts.mkdir()
+        (texts / "numbers.py").write_text(
+            "".join(f"def add_{n}(value):\n    return {n}\n" for n in range(900))
+        )
+        self._run = folder / "run.toml"
+        self._run.write_text(_RUN.format(layers=layers, texts=texts, runs=folder / "runs"))
+        self._commands: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start the coordinator with its machine, and two others."""
+        self._start("red", "coordinate", str(self._run), "--listen", "127.0.0.1:0", "--machines", "3")
+        self.wait_for("A machine that has joined before")
+        lines = [
+            line.split()[1:] for line in self.said("red").splitlines() if line.startswith("  bireme join")
+        ]
+        for name, words in zip(("blue", "green"), lines, strict=True):
+            self._start(name, *words, "--name", name)
+
+    def _start(self, name: str, *words: str) -> None:
+        variables = {"BIREME_HOME": str(self._folder / name), "BIREME_CACHE": str(self._folder / "cache")}
+        with (self._folder / f"{name}.txt").open("w") as out:
+            self._commands[name] = subprocess.Popen(
+                [sys.executable, "-m", "bireme", *words],
+                env=os.environ | variables,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def said(self, name: str) -> str:
+        """What a machine has printed."""
+        return (self._folder / f"{name}.txt").read_text()
+
+    def wait_for(self, words: str) -> None:
+        """Until the coordinator has printed these words."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while words not in self.said("red"):
+            self._check(ends_s)
+            time.sleep(POLL_S)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the log has that step."""
+        ends_s, path = time.monotonic() + PATIENCE_S, self._folder / "runs" / "run" / "metrics.jsonl"
+        while f'"kind": "train", "step": {step},' not in (path.read_text() if path.exists() else ""):
+            self._check(ends_s)
+            time.sleep(POLL_S)
+
+    def _check(self, ends_s: float) -> None:
+        if time.monotonic() > ends_s or self._commands["red"].poll() is not None:
+            raise BiremeError(f"The run does not go on. The coordinator said:\n{self.said('red')}")
+
+    def processes(self) -> Iterator[tuple[str, str, int, float]]:
+        """Each process of a machine: its machine, its name, its number, and its processor seconds."""
+        found: dict[int, tuple[int, str, float]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                begin, _, rest = stat.read_text().rpartition(") ")
+                words = rest.split()
+                cpu_s = (int(words[11]) + int(words[12])) * _TICK_S
+                found[int(stat.parent.name)] = int(words[1]), begin.partition("(")[2], cpu_s
+        for machine, command in self._commands.items():
+            ours = {command.pid}
+            while more := {pid for pid, (parent, *_) in found.items() if parent in ours} - ours:
+                ours |= more
+            yield from ((machine, found[pid][1], pid, found[pid][2]) for pid in ours if pid in found)
+
+    def kill(self, *machines: str) -> None:
+        """Kill all processes of these machines."""
+        for machine, _, pid, _ in [*self.processes()]:
+            if machine in machines:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for machine in machines:
+            self._commands[machine].wait()
+
+    def close(self) -> None:
+        """Kill all that is left."""
+        self.kill(*self._commands)
+
+
+def _memory_bytes(pid: int) -> int:
+    """The memory of a process, with its part of what it shares."""
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return 1024 * int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0])
+    return 0
+
+
+def lost_machine_rows(is_quick: bool) -> list[dict[str, Any]]:
+    """A model whose plan is found at once, and a larger one."""
+    return [_row(layers) for layers in ((4,) if is_quick else (4, 12))]
+
+
+def _row(layers: int) -> dict[str, Any]:
+    with TemporaryDirectory() as scratch:
+        machines = _Machines(Path(scratch), layers)
+        try:
+            machines.start()
+            machines.wait_for_step(BEFORE)
+            time.sleep(SETTLED_S)
+            memory = {
+                name: _memory_bytes(pid) for one, name, pid, _ in machines.processes() if one == "green"
+            }
+            machines.kill("blue")
+            killed_s, cpu_s = time.monotonic(), dict[str, float]()
+            while "Phase 2 trains" not in machines.said("red"):
+                cpu_s |= {name: own_s for _, name, _, own_s in machines.processes()}
+                machines.wait_for("")
+                time.sleep(POLL_S)
+            again_s = time.monotonic() - killed_s
+            (sentence,) = (line for line in machines.said("red").splitlines() if "Phase 2 trains" in line)
+        finally:
+            machines.close()
+        row = {
+            "layers": layers,
+            "again_s": again_s,
+            "parts": sentence.partition("began to end: ")[2],
+            **{f"cpu_s of {name}": own_s for name, own_s in cpu_s.items() if name.startswith("phase 2")},
+            **{
+                f"bytes of {name}": own
+                for name, own in memory.items()
+                if name.startswith(("bireme s", "phase"))
+            },
+            "plans_ahead": len([*(Path(scratch) / "runs" / "run" / "plans").glob("*.json")]),
+        }
+        log(json.dumps(row))
+        return row
+
+
+def lost_machine_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
+    """Whether training went on soon, by a plan that was made ahead."""
+    for row in rows:
+        name = f"a machine of three is lost, {row['layers']} layers"
+        yield at_most(f"{name}: s until it trains again", row["again_s"], MOST_S)
+        yield exactly(f"{name}: plans made ahead", row["plans_ahead"], 2)
