@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
@@ -88,34 +88,52 @@ class JoinedProcesses:
         path.write_text(orders.run.text)
         run = _with_own_folder(load_run_file(path))
         path.write_text(to_toml(run))
-        if run.model.source.startswith("hf:"):
-            preload(*_IMPORTED_FOR_FOLDERS)
         self._log: _LogTail = _LogTail(run) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
         self._processes = list[Process]()
-        for place in range(orders.num_ranks):
-            (out, out_writer), (err, err_writer) = Pipe(duplex=False), Pipe(duplex=False)
-            with out_writer, err_writer:
-                called = f"phase {orders.phase} rank {orders.first + place}"
-                variables = _variables(orders, place) | (more or {})
-                process, talk = start_process(
-                    called, _train, variables, words, not place, output=(out_writer, err_writer)
-                )
-            self._processes.append(process)
-            for stream, name in ((out, "out"), (err, "err")):
-                reader = threading.Thread(target=_read_lines, args=(stream, name, show, notice))
-                reader.daemon = True
-                reader.start()
-                self._readers.append(reader)
-            with talk:
-                if not place:
-                    self._here = _served(talk, self._answer)
+        self._here: socket.socket | None = None
+        self._more, self._show = more or {}, show
+        imported = _IMPORTED_FOR_FOLDERS if run.model.source.startswith("hf:") else ()
+        # In a thread, because the server may still import, and the coordinator is to hear of this machine.
+        self._starting = threading.Thread(target=self._start, args=(words, imported), daemon=True)
+        self._starting.start()
+
+    def _start(self, words: list[str], imported: Sequence[str]) -> None:
+        try:
+            preload(*imported)
+            for place in range(self.orders.num_ranks):
+                self._start_one(place, words)
+        except (OSError, RuntimeError) as error:
+            self._show("err", f"bireme: The processes of this machine cannot be started: {error}")
+        self._notice()
+
+    def _start_one(self, place: int, words: list[str]) -> None:
+        (out, out_writer), (err, err_writer) = Pipe(duplex=False), Pipe(duplex=False)
+        called = f"phase {self.orders.phase} rank {self.orders.first + place}"
+        variables = _variables(self.orders, place) | self._more
+        with out_writer, err_writer:
+            output = (out_writer, err_writer)
+            process, talk = start_process(called, _train, variables, words, not place, output=output)
+        self._processes.append(process)
+        for stream, name in ((out, "out"), (err, "err")):
+            reader = threading.Thread(target=_read_lines, args=(stream, name, self._show, self._notice))
+            reader.daemon = True
+            reader.start()
+            self._readers.append(reader)
+        with talk:
+            if not place:
+                self._here = _served(talk, self._answer)
 
     def statuses(self) -> list[int] | None:
         """How they ended, negative for a signal; None while one of them lives."""
+        if self._starting.is_alive():
+            return None
         found = [one.status for one in self._processes]
+        if len(found) < self.orders.num_ranks:
+            self.kill()
+            return [1]
         if None in found:
             return None
         readers, self._readers = self._readers, []  # which are waited for once
@@ -156,13 +174,16 @@ class JoinedProcesses:
     def close(self) -> None:
         """Kill those that are left, and wait for their ends."""
         self.is_stopping = True
+        self._starting.join()
         for one in self._processes:
             one.close()
         self._goes.set()  # a thread may wait to answer one of them
-        self._here.close()
+        if self._here is not None:
+            self._here.close()
         self._scratch.cleanup()
 
     def _send_signal(self, number: signal.Signals) -> None:
+        self._starting.join()
         for one in self._processes:
             one.send_signal(number)
 

@@ -53,7 +53,7 @@ class Balancing(Table):
     replan: bool = Field(
         default=False,
         description="Make a new plan at the next checkpoint if one stage, not a whole replica, has become "
-        "slow",
+        "slow; under `bireme coordinate`, if that has lasted for `elastic.patience_s` and pays",
     )
 
 
