@@ -286,7 +286,7 @@ def test_the_loss_of_a_machine_that_stands_by_changes_nothing() -> None:
     assert story.phases.current is not None
     story.phases.note_ready(1, PhaseForecast(1.0, idle=(2,)), "c")
     story.progress(20)
-    assert "Phase 1 has no work for c" in "".join(story.said)
+    assert "Phase 1 has no work for these machines, which stand by: c." in "".join(story.said)
     story.lose("c")
     story.turn(100.0)
     assert (story.trains, story.phases.newest) == ((1, "ab"), 1)

@@ -52,7 +52,7 @@ def test_a_run_of_two_machines_that_loses_one_goes_on_and_ends(tmp_path: Path) -
     assert status == 0, said
     assert "blue (127.0.0.1) is gone" in said
     starts = metrics(tmp_path / "runs" / "run", "start")
-    assert [one["num_stages"] for one in starts] == [2, 1]
+    assert [len(one["devices"]) for one in starts] == [2, 1]
     assert starts[1]["step"] in range(4, 40, 4)
     assert metrics(tmp_path / "runs" / "run", "stop")[-1]["reason"] == "finished"
 
@@ -72,7 +72,7 @@ def test_a_pipeline_of_three_machines_goes_on_over_two(tmp_path: Path) -> None:
     assert "Phase 2 is prepared on 2 machines" in said
     assert "Phase 2 trains" in said
     starts = metrics(tmp_path / "runs" / "run", "start")
-    assert [one["num_stages"] for one in starts] == [3, 2]
+    assert [len(one["devices"]) for one in starts] == [3, 2]
     assert starts[1]["step"] >= 10
 
 
@@ -96,7 +96,7 @@ def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path,
     assert "Phase 2 is prepared on 3 machines beside phase 1, which goes on" in found[0][2]
     log = metrics(tmp_path / "runs" / "run")
     first, second = (number for number, one in enumerate(log) if one["kind"] == "start")
-    assert [log[one]["num_stages"] * log[one]["width"] for one in (first, second)] == [2, 3]
+    assert [len(log[one]["devices"]) for one in (first, second)] == [2, 3]
     trained = [one["step"] for one in log[:second] if one["kind"] == "train"]
     assert log[second]["step"] == trained[-1]
     if mode == "quorum":
@@ -130,7 +130,7 @@ def test_a_machine_that_leaves_goes_in_order_and_no_batch_is_lost(tmp_path: Path
     assert "green (127.0.0.1) has left." in found[0][2]
     log = metrics(tmp_path / "runs" / "run")
     second = [number for number, one in enumerate(log) if one["kind"] == "start"][1]
-    assert log[second]["num_stages"] == 2
+    assert len(log[second]["devices"]) == 2
     assert log[second]["step"] == [one["step"] for one in log[:second] if one["kind"] == "train"][-1]
 
 
@@ -150,7 +150,7 @@ def test_a_pipeline_whose_coordinator_is_killed_goes_on_once_it_is_started_again
     assert [status for status, *_ in found] == [0, 0], found
     assert "The run that this coordinator has left is taken up. Phase 1 trains on " in found[0][2]
     starts = metrics(tmp_path / "runs" / "run", "start")
-    assert [one["num_stages"] for one in starts] == [2, 2]
+    assert [len(one["devices"]) for one in starts] == [2, 2]
     assert starts[1]["step"] >= 10
 
 
@@ -169,7 +169,7 @@ def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_p
     assert "from second copies" in found[0][2]
     folder = tmp_path / "runs" / "run"
     starts = metrics(folder, "start")
-    assert [one["num_stages"] for one in starts] == [3, 2]
+    assert [len(one["devices"]) for one in starts] == [3, 2]
     assert starts[1]["step"] > 0
     assert check_ledger(folder / "ledger.jsonl").is_whole
 
@@ -207,5 +207,5 @@ def test_a_plan_that_fits_no_smaller_number_waits_for_another_machine(tmp_path: 
         found = [ended(one) for one in (red, blue)]
     assert [status for status, *_ in found] == [0, 0], found
     starts = metrics(tmp_path / "runs" / "run", "start")
-    assert [one["num_stages"] for one in starts] == [2, 2]
+    assert [len(one["devices"]) for one in starts] == [2, 2]
     assert starts[1]["step"] in range(4, 40, 4)

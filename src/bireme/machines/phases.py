@@ -213,7 +213,7 @@ class RunPhases:
                 phase.forecast, phase.idle = forecast, frozenset(idle)
                 self.num_news += 1
                 if names := self._names(idle):
-                    self._say(f"Phase {number} has no work for {names}, and keeps what is there as a spare.")
+                    self._say(f"Phase {number} has no work for these machines, which stand by: {names}.")
 
     def note_ended(self, number: int, key: str, statuses: Sequence[int]) -> None:
         """All processes of a phase at a machine have ended."""

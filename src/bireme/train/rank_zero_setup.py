@@ -427,11 +427,13 @@ def _forecast(prepared: PreparedRun | None, begun: RunFolder | None, nodes: Node
     """What is predicted of a phase: with the plan that is `prepared`, else with the one that it was begun
     with.
     """
-    if prepared is None:
-        saved = None if begun is None else load_plan(begun.plan)
-        return PhaseForecast(None if saved is None or saved.forecast is None else saved.forecast.batch_s)
-    plan, cluster, before_s = prepared.plan, prepared.machines.cluster, None
-    if begun is not None and begun.is_begun and prepared.profile is not None:
+    if prepared is not None:
+        plan, cluster = prepared.plan, prepared.machines.cluster
+    else:
+        assert begun is not None, "it was begun on these devices"
+        plan, cluster = load_plan(begun.plan), read_cluster(begun.cluster)
+    before_s = None
+    if begun is not None and begun.is_begun and prepared is not None and prepared.profile is not None:
         with suppress(BiremeError):  # such as a plan for a machine that is gone
             now = ProfiledRun(prepared.run, cluster, prepared.graph, prepared.profile)
             before_s = now.given(begun.plan).answer.best.forecast.batch_s
