@@ -172,6 +172,7 @@ def _row(layers: int) -> dict[str, Any]:
             memory = {
                 name: _memory_bytes(pid) for one, name, pid, _ in machines.processes() if one == "green"
             }
+            num_plans = len([*(Path(scratch) / "runs" / "run" / "plans").glob("*.json")])
             machines.kill("blue")
             killed_s, cpu_s = time.monotonic(), dict[str, float]()
             while "Phase 2 trains" not in machines.said("red"):
@@ -192,7 +193,7 @@ def _row(layers: int) -> dict[str, Any]:
                 for name, own in memory.items()
                 if name.startswith(("bireme s", "phase"))
             },
-            "plans_ahead": len([*(Path(scratch) / "runs" / "run" / "plans").glob("*.json")]),
+            "plans_ahead": num_plans,
         }
         log(json.dumps(row))
         return row
