@@ -175,6 +175,26 @@ def test_a_replica_over_three_machines_goes_on_over_two_from_second_copies(tmp_p
 
 
 @_ALL_ONLY
+def test_a_machine_for_which_the_batch_has_no_samples_stands_by_and_may_go(tmp_path: Path) -> None:
+    """Micro-batches of two samples make a batch of eight for two replicas, and not for three."""
+    run, more = planned(tmp_path, "quorum"), settings(training__steps=400)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, "--machines", "3", *more, pace_s=PACE_S))
+        others = joining(tmp_path, stack, red, "blue", "green")
+        red.wait_for_step(5)
+        red.wait_for_words("which stand by: ")
+        for spare in [name for name in others if f"which stand by: {name}." in red.said]:
+            others.pop(spare).kill_all()  # unless it is the coordinator's
+            red.wait_for_words(f"{spare} (127.0.0.1) is gone")
+        found = [ended(one) for one in (red, *others.values())]
+    assert [status for status, *_ in found] == [0, 0], found
+    assert "Phase 2 trains" not in found[0][2]
+    folder = tmp_path / "runs" / "run"
+    assert [len(one["devices"]) for one in metrics(folder, "start")] == [2]
+    assert check_ledger(folder / "ledger.jsonl").is_whole
+
+
+@_ALL_ONLY
 def test_a_slow_stage_is_planned_around_or_weighed_and_left(tmp_path: Path) -> None:
     run = planned(tmp_path, "allreduce", model=LARGER, data="tests.support.paced_samples:impatient")
     more = settings(training__steps=1_000_000, balance__mode="measured", balance__replan="true")
