@@ -23,7 +23,9 @@ GPU = device_named("rtx3090")
 
 
 def wanted(*sets: str, speed: float = 1.0) -> ProfiledRun:
-    run = load_run_file(None, ["training.batch_size=8", "plan.depth=2", "cluster.device=cpu", *sets])
+    run = load_run_file(
+        None, ["training.batch_size=8", "plan.depth=2", "plan.schedule=1f1b", "cluster.device=cpu", *sets]
+    )
     card = Card("card", (0,), ASSUMED_LINK)
     devices = {"one": GPU, "two": replace(GPU, speed=speed)}
     cluster = Cluster(tuple(Server(name, (one,), cards=(card,)) for name, one in devices.items()))
@@ -39,7 +41,7 @@ def test_a_plan_that_was_made_ahead_is_found_for_the_same_run_devices_and_profil
     assert found is not None
     assert found.plan.num_stages == 2
     assert found.forecast is not None
-    for other in (wanted("training.batch_size=4"), wanted("plan.schedule=1f1b"), wanted(speed=0.5)):
+    for other in (wanted("training.batch_size=4"), wanted("plan.schedule=gpipe"), wanted(speed=0.5)):
         assert plan_made_ahead(folder, other) is None
 
 
