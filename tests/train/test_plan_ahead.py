@@ -1,6 +1,7 @@
 """Plans for the loss of a machine, made while the run trains, and how many replicas share a batch."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
+from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.train.captured_run import micro_batches
 from bireme.train.folder import RunFolder
@@ -22,6 +24,11 @@ from tests.support.tiny_profiles import gpt
 GPU = device_named("rtx3090")
 
 
+@cache
+def _profile() -> Profile:
+    return profile(gpt(), GPU, [1, 2])
+
+
 def wanted(*sets: str, speed: float = 1.0) -> ProfiledRun:
     run = load_run_file(
         None, ["training.batch_size=8", "plan.depth=2", "plan.schedule=1f1b", "cluster.device=cpu", *sets]
@@ -29,7 +36,7 @@ def wanted(*sets: str, speed: float = 1.0) -> ProfiledRun:
     card = Card("card", (0,), ASSUMED_LINK)
     devices = {"one": GPU, "two": replace(GPU, speed=speed)}
     cluster = Cluster(tuple(Server(name, (one,), cards=(card,)) for name, one in devices.items()))
-    return ProfiledRun(run, cluster, None, profile(gpt(), GPU, [1, 2]))
+    return ProfiledRun(run, cluster, None, _profile())
 
 
 def test_a_plan_that_was_made_ahead_is_found_for_the_same_run_devices_and_profile_only(
