@@ -7,11 +7,12 @@ its items and what it keeps at its peak. What is not paged has its place on the 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import ChunkAccess, Sizes, accesses_of, item_bytes
-from bireme.schedule.instruction import Item
+from bireme.schedule.accesses import ChunkUses, Sizes, accesses_of, item_bytes
+from bireme.schedule.instruction import PAGING, Item
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import resident
 from bireme.schedule.tiers import MOST_CHUNKS, RankTiers, Tier, best_chunk_bytes, is_paged, num_chunks
@@ -153,8 +154,7 @@ def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -
     """What the device of every rank must have at the least for a program to be paged."""
     return max(
         (
-            most_at_once(accesses_of(program, rank, tiers, is_summed=is_summed)) * tiers.chunk_bytes
-            + tiers.unpaged_bytes
+            most_at_once(program, rank, tiers, is_summed=is_summed) * tiers.chunk_bytes + tiers.unpaged_bytes
             for rank, tiers in enumerate(cut)
             if tiers is not None
         ),
@@ -171,6 +171,23 @@ def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None
         raise TierTooSmallError(rank, tier, least * tiers.chunk_bytes + kept_bytes, advice)
 
 
-def most_at_once(accesses: Mapping[int, Sequence[ChunkAccess]]) -> int:
-    """The most chunks that an instruction of a rank needs on the device, from its accesses there."""
-    return max((sum(one.takes for one in own) for own in accesses.values()), default=0)
+def most_at_once(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool = False) -> int:
+    """The most chunks that an instruction of a rank needs on the device. If replicas sum gradients, it depends
+    on what is under way; else instructions of a kind and stage need equally many.
+    """
+    if is_summed or program.num_sharers > 1:
+        accesses = accesses_of(program, rank, tiers, is_summed=is_summed)
+        return max((sum(one.takes for one in own) for own in accesses.values()), default=0)
+    track, used = program.tracks[rank], ChunkUses(program, tiers)
+    unlike = {
+        (step.kind, step.stage, step.seen): step
+        for step in chain(track.head, track.body, track.tail)
+        if step.kind not in PAGING
+    }
+    return max(
+        sum(
+            len(chunks)
+            for chunks in {use[:3]: chunks for use, chunks in used.of(step) if not use.tier}.values()
+        )
+        for step in unlike.values()
+    )

@@ -98,6 +98,10 @@ def page_cut(
     """
     if not any(cut):
         return program
+    if not is_summed and program.num_sharers == 1:  # then it does not depend on the order of updates
+        for rank, tiers in enumerate(cut):
+            if tiers is not None:
+                check_capacity(rank, tiers, 0, most_at_once(program, rank, tiers))
     repeats = {track.repeats for track in program.tracks}
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
@@ -211,7 +215,6 @@ class _Planner:
         self.ahead = ahead
         self.track = program.tracks[rank]
         self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
-        check_capacity(rank, tiers, 0, most_at_once(self.used))
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)

@@ -42,6 +42,7 @@ from bireme.plan.search.draft_paging import (
     tied_rings,
     tier_forecasts,
     tier_links_of,
+    tiers_waited_for,
 )
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
@@ -144,14 +145,18 @@ class PlanEvaluator:
     @without_collection()
     def forecast(self, draft: Draft, *, is_brief: bool = False) -> Forecast:
         """What a draft takes, whether it fits or not. With `is_brief` one that pages is looked at for a few
-        batches only, and what its tiers move is not that of a long run.
+        batches only, and of its memory there is only how long ranks wait for chunks: its copies are planned
+        within the tiers.
         """
         problem, outline = self._problem, draft.outline
         floor = self.floor(draft)
         shortened = draft.shortened(self._fewest(draft, floor))
         seen = draft if shortened is None else shortened[1]
-        of_replica = self._simulated(seen, seen.program(is_brief=is_brief), floor)
-        timelines = self._with_memory(seen, [timeline for _, timeline in of_replica])
+        of_replica = self._simulated(seen, seen.program(is_brief=is_brief), floor, is_brief=is_brief)
+        timelines = [timeline for _, timeline in of_replica]
+        has_memory = not (is_brief and seen.paging)
+        if has_memory:
+            timelines = self._with_memory(seen, timelines)
         batch_s, place = max((seconds, -place) for place, (seconds, _) in enumerate(of_replica))
         slowest = timelines[-place]
         if shortened is not None:
@@ -172,7 +177,7 @@ class PlanEvaluator:
             penalty=penalty * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, seen, timelines)),
+            stages=tuple(self._stages(draft, seen, timelines)) if has_memory else (),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.most_replicas, problem.profile.optimizer),
@@ -180,18 +185,21 @@ class PlanEvaluator:
                 outline.most_replicas, problem.profile.optimizer, draft.rule
             ),
             watts=total_watts(problem.watts[device] for row in draft.grid for device in row),
-            tiers=self._tiers(draft, slowest),
+            tiers=self._tiers(draft, slowest) if has_memory else tuple(tiers_waited_for(slowest)),
             assumptions=assumptions(problem, draft),
         )
 
-    def _simulated(self, draft: Draft, program: Program, floor: _LowerBound) -> list[tuple[float, Timeline]]:
+    def _simulated(
+        self, draft: Draft, program: Program, floor: _LowerBound, *, is_brief: bool = False
+    ) -> list[tuple[float, Timeline]]:
         """What each replica does and the seconds of a batch; of those that run alike one is simulated.
 
         If the plan is large, of all replicas with micro-batches of a size the one with the busiest device
         stands for all. A pipeline of stages of unequal width is simulated as it is.
         """
         if draft.outline.stage_widths:
-            return [self._settled(partial(self._simulate_unequal, draft), draft, program)]
+            run = partial(self._simulate_unequal, draft)
+            return [self._settled(run, draft, program, is_brief=is_brief)]
         networks = self._networks(draft)
         known: dict[object, tuple[float, Timeline]] = {}
         of_size: dict[int, tuple[float, Timeline]] = {}
@@ -203,12 +211,12 @@ class PlanEvaluator:
             key = self._likeness(draft, program, replica, network)
             if key not in known:
                 run = partial(self._simulate, draft, replica, network)
-                known[key] = self._settled(run, draft, program)
+                known[key] = self._settled(run, draft, program, is_brief=is_brief)
             of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
         return [of_size[size] for size in draft.outline.sizes]
 
     def _settled(
-        self, run: Callable[..., Timeline], draft: Draft, program: Program
+        self, run: Callable[..., Timeline], draft: Draft, program: Program, *, is_brief: bool
     ) -> tuple[float, Timeline]:
         """The seconds of a batch once the pipeline has come to its pace, and the timeline of a few batches.
 
@@ -216,7 +224,7 @@ class PlanEvaluator:
         window, a longer one follows.
         """
         if draft.rule is Rule.SYNCHRONOUS or _moves_memory(program):
-            timeline = run(program)
+            timeline = run(program, _never) if is_brief and draft.paging else run(program)
             return timeline.steady_batch_s, timeline
         most = program.num_batches - 1
         ended: list[float] = []
@@ -593,6 +601,11 @@ class PlanEvaluator:
             return 0.0
         hidden_s = (rounds.lag + (draft.rule is not Rule.SYNCHRONOUS)) * batch_s
         return rounds.fragments / rounds.every * max(self._round_s(draft) - hidden_s, 0.0)
+
+
+def _never(_ends: Sequence[float]) -> bool:
+    """The clock goes on to the end; neither bytes nor transfers are kept."""
+    return False
 
 
 def _moves_memory(program: Program) -> bool:

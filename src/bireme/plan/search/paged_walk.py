@@ -36,6 +36,12 @@ from bireme.schedule.residency import resident
 _MOST_WALKED, _BRIEFLY_WALKED = 16, 6
 """Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
 
+_HOPELESS = 2
+"""Times the cost that a plan must be below: what begins with more is not walked from."""
+
+_FAR_BEHIND = 1.1
+"""Times the cost of a plan: if smaller micro-batches cost more, still smaller ones are not tried."""
+
 _MOST_PARTS = 64
 """Of a rank."""
 
@@ -58,16 +64,19 @@ AS_GOOD = 1.001
 class PagedWalk:
     """Evaluates drafts that page, and remembers what those needed that do not fit."""
 
-    def __init__(self, problem: PlanningProblem, *, is_brief: bool) -> None:
+    def __init__(self, problem: PlanningProblem, *, is_brief: bool, worst_cost: float = math.inf) -> None:
         self._problem = problem
+        self._worst_cost = worst_cost
+        """What a plan must be below to be of use."""
         self._most = _BRIEFLY_WALKED if is_brief else _MOST_WALKED
         self._evaluator = PlanEvaluator(problem)
         self._seen: dict[Draft, Forecast | None] = {}
         self._fitting: dict[Draft, Draft] = {}
         """Drafts with what makes them fit."""
+        self._candidates: dict[Draft, Candidate] = {}
         self._places = self._allowed = update_places(problem)
-        self._least_bytes = math.inf
-        self._least: Draft | None = None
+        self._too_large: list[tuple[Draft, bool]] = []
+        """Drafts whose working set is larger than a device, and whether they were to update on the host."""
         self._error: BiremeError | None = None
 
     @property
@@ -82,21 +91,28 @@ class PagedWalk:
     def best_from(self, seed: Draft, least_cost: float, most_cost: float = math.inf) -> Candidate | None:
         """The best plan that is found from one that may not fit, and costs that with room for everything.
 
-        A plan that costs `most_cost` or more is returned as it is found: its copies are not tuned.
+        If it costs `most_cost` or more its copies are not tuned, and if the first that fits costs far more
+        there is no walk.
         """
         at = next((one for one in self._first(seed) if self._forecast(one) is not None), None)
         if at is None:
             return None
         least, num_before = self._cost(at), self.num_tried
-        is_better = True
+        is_better = least < _HOPELESS * most_cost
         while is_better and least > least_cost * AS_GOOD and self.num_tried - num_before < self._most:
             is_better = False
             for other in self._beside(at):
                 if self._is_hopeless(other, least):
                     continue
-                if self._forecast(other) is not None and self._cost(other) * AS_GOOD < least:
-                    at, least, is_better = other, self._cost(other), True
+                cost = math.inf if self._forecast(other) is None else self._cost(other)
+                if cost * AS_GOOD < least:
+                    at, least, is_better = other, cost, True
                     break
+                is_smaller = other.outline.num_microbatches > at.outline.num_microbatches
+                if is_smaller and least * _FAR_BEHIND < cost < math.inf:
+                    break  # the smaller ones come last
+        if least >= self._worst_cost:
+            return None
         return self._settled(at) if least < most_cost else self._candidate(self._fitting[at])
 
     def best_seen(self, *, again: bool) -> Candidate | None:
@@ -115,17 +131,18 @@ class PagedWalk:
 
     def refusal(self) -> BiremeError:
         """Why nothing fits, with the device memory that would be enough."""
-        if self._least is None:
+        if not self._too_large:
             return self._error or NoRoomError("No plan can offload: there is none to begin with.")
-        num_bytes = math.ceil(self._least_bytes)
+        needed, place = min((self._needed_bytes(*one), place) for place, one in enumerate(self._too_large))
+        num_bytes, least = math.ceil(needed), self._too_large[place][0]
         request = self._problem.request
         assert request.memory is not None, "who pages may"
-        given = min(self._problem.limits[device] for row in self._least.grid for device in row)
+        given = min(self._problem.limits[device] for row in least.grid for device in row)
         enough = replace(request, memory=replace(request.memory, device_bytes=num_bytes))
         problem = PlanningProblem(self._problem.profile, self._problem.cluster, enough)
         if max(problem.limits) >= num_bytes:
             try:
-                _paging(PlanEvaluator(problem), self._least, host_updates=self._allowed[0])
+                _paging(PlanEvaluator(problem), least, host_updates=self._allowed[0])
             except TierTooSmallError as error:
                 return error
         return NoRoomError(
@@ -268,7 +285,7 @@ class PagedWalk:
     @property
     def _has_reason(self) -> bool:
         """Whether a refusal could give a number already."""
-        return self._least is not None or isinstance(self._error, TierTooSmallError)
+        return bool(self._too_large) or isinstance(self._error, TierTooSmallError)
 
     def _overflows(self, draft: Draft) -> bool:
         """Whether a rank keeps more than all its tiers hold: first by its state, which needs no program, then
@@ -307,16 +324,18 @@ class PagedWalk:
         return (found, placed) if has_room(found) else None
 
     def _note(self, draft: Draft, error: TierTooSmallError, *, host_updates: bool) -> None:
-        """Remember what comes nearest."""
-        if error.tier != "device":
+        """Remember what was too large."""
+        if error.tier == "device":
+            self._too_large.append((draft, host_updates))
+        else:
             self._error = error
-            return
+
+    def _needed_bytes(self, draft: Draft, host_updates: bool) -> float:
+        """What the device of every rank must have at the least."""
         paging = self._evaluator.paging(draft, ahead=1, updates_together=False, host_updates=host_updates)
         assert paging is not None, "what does not fit pages"
         program = draft.resident_program()
-        needed = least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
-        if needed < self._least_bytes:
-            self._least_bytes, self._least = needed, draft
+        return least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
 
     def _is_hopeless(self, draft: Draft, least: float) -> bool:
         """Whether a draft would be no better than the best, and than the best that recomputes as it does,
@@ -373,8 +392,11 @@ class PagedWalk:
         return is_asked and draft.rule is Rule.SYNCHRONOUS and paging is not None and not paging.is_summed
 
     def _candidate(self, draft: Draft) -> Candidate:
-        codecs = self._problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-        return Candidate(draft.plan(self._problem.names, codecs), self._evaluator.forecast(draft))
+        if draft not in self._candidates:
+            codecs = self._problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+            plan = draft.plan(self._problem.names, codecs)
+            self._candidates[draft] = Candidate(plan, self._evaluator.forecast(draft))
+        return self._candidates[draft]
 
 
 def has_room(promised: Forecast) -> bool:
@@ -449,9 +471,10 @@ def with_paging(
 ) -> Answer | NothingFits:
     """The best plan that fits, whether it pages or not, and what the other ways would take.
 
-    Plans that cost more than `most_cost` with room for everything are not made to page; if all do, this
-    raises NoRoomError. If the best plan costs more, nothing is said of the other ways. Plans in `walked`
-    were made to page in another search on some of these devices; those of this search are added.
+    Plans that cost more than `most_cost` with room for everything are not made to page, and those that cost
+    more when they page are left out; if nothing is left, this raises NoRoomError. If the best plan costs
+    more, nothing is said of the other ways. Plans in `walked` were made to page in another search on some of
+    these devices, which has said what a device needs at the least; those of this search are added.
     """
 
     def cost(candidate: Candidate) -> float:
@@ -461,7 +484,8 @@ def with_paging(
     unlimited = replace(request, memory=None, memory_fraction=1.0)
     roomy = search(with_room(cluster), unlimited, is_rough=True)
     problem = PlanningProblem(profile, cluster, request)
-    walk = PagedWalk(problem, is_brief=is_brief)
+    walk = PagedWalk(problem, is_brief=is_brief, worst_cost=most_cost)
+    is_first = not walked
     if isinstance(roomy, Answer) and cost(roomy.best) * AS_GOOD >= most_cost:
         raise NoRoomError("No plan is fast enough, even with room for everything.")
     if isinstance(roomy, NothingFits) or walk.fits(draft_of(roomy.best.plan, cluster)):
@@ -485,7 +509,7 @@ def with_paging(
                 paged.append(best)
                 least = min(least, cost(best))
     if fits is None and not paged:
-        raise walk.refusal()
+        raise walk.refusal() if is_first else NoRoomError("No plan is fast enough, or none fits.")
     candidates = sorted([*paged, *(() if fits is None else fits.candidates)], key=cost)
     basis = fits or roomy
     how = f"{basis.origin.how}; {walk.num_tried:,} plans that offload simulated"
