@@ -14,7 +14,7 @@ In a program that is a loop, all repetitions of a gap are one *group* and share 
 repeats itself too.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -205,17 +205,25 @@ class _Table:
         self.groups = [numbers.setdefault(gap.group, len(numbers)) for gap in gaps]
         self.names = list(numbers)
         self.members: list[list[int]] = [[] for _ in numbers]
-        self.opening: list[list[int]] = [[] for _ in range(num_steps + 1)]
+        self.opening: list[list[range]] = [[] for _ in range(num_steps + 1)]
+        """By step the gaps that open there, those together that are alike: of the chunks of an item."""
         change = np.zeros(num_steps + 2, dtype=np.int64)
-        for at, _ in {(access.at, access.chunk) for access in accesses if access.takes}:
-            change[at] += 1
-            change[at + 1] -= 1
-        for number, (group, start, end) in enumerate(zip(self.groups, self.starts, self.ends, strict=True)):
+        for at, count in Counter(access.at for access in accesses if access.takes).items():
+            change[at] += count
+            change[at + 1] -= count
+        for number, group in enumerate(self.groups):
             self.members[group].append(number)
-            self.opening[start + 1].append(number)
-            if end > start + 1:
-                change[start + 1] += 1
-                change[end] -= 1
+        first, likes = (
+            0,
+            [*zip(self.starts, self.ends, self.is_read, self.is_fetched, self.may_be_copied, strict=True)],
+        )
+        for number in range(1, len(gaps) + 1):
+            if number == len(gaps) or likes[number] != likes[first]:
+                self.opening[self.starts[first] + 1].append(range(first, number))
+                first = number
+        # A gap of no length begins where it ends.
+        np.add.at(change, np.array(self.starts, np.int64) + 1, 1)
+        np.add.at(change, np.maximum(self.ends, np.array(self.starts, np.int64) + 1), -1)
         self.held = np.cumsum(change[:num_steps])
 
 
@@ -252,23 +260,35 @@ class _Plan:
     def _sweep(self, rule: "Rule") -> None:
         """Evict until no moment is over capacity."""
         table, held, is_evicted, ahead = self.table, self.held, self.is_evicted, self.ahead
-        later: defaultdict[int, list[int]] = defaultdict(list)
-        candidates: list[tuple[float, int, int]] = []
+        chains, evicted = table.chains, self.first_evicted
+        later: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+        due: list[Sequence[int]]
+        candidates: list[tuple[float, int, int, Sequence[int]]] = []
         for now, opening in enumerate(table.opening[: table.num_steps]):
-            for gap in [*opening, *later.pop(now, ())]:
+            due = [*opening, *later.pop(now, ())]
+            for gaps in due:
+                gap = gaps[0]
                 is_fetched, is_copied = table.is_fetched[gap], self.is_copied(gap)
+                if table.may_be_copied[gap] and len({evicted[chains[one]] >= one for one in gaps}) > 1:
+                    due += [[other] for other in gaps]
+                    continue
                 first = table.starts[gap] + 1 + (ahead if is_copied else 0)
                 last = table.ends[gap] - (ahead if is_fetched else 0)
                 if first > now:
-                    later[first].append(gap)
-                elif last > now and not is_evicted[gap]:
-                    heappush(candidates, (rule(table, gap, is_fetched + is_copied), gap, last))
+                    later[first].append(gaps)
+                elif last > now:
+                    heappush(candidates, (rule(table, gap, is_fetched + is_copied), gap, last, gaps))
             while held[now] > self.capacity:
                 if not candidates:
                     raise OverfullError(f"{held[now]} chunks")
-                _, gap, last = heappop(candidates)
-                if last > now and not is_evicted[gap]:
-                    self._evict(table.groups[gap])
+                value, _, last, gaps = heappop(candidates)
+                num_evicted = 0
+                while last > now and num_evicted < len(gaps) and held[now] > self.capacity:
+                    if not is_evicted[gaps[num_evicted]]:
+                        self._evict(table.groups[gaps[num_evicted]])
+                    num_evicted += 1
+                if last > now and num_evicted < len(gaps):
+                    heappush(candidates, (value, gaps[num_evicted], last, gaps[num_evicted:]))
 
     def _give_back(self) -> None:
         """Hold what there is room for after all, what saves the most first."""
