@@ -1,9 +1,10 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -282,6 +283,9 @@ class ChunkAccess(NamedTuple):
     is_kept_below: bool = False
 
 
+_access: Callable[[tuple[object, ...]], ChunkAccess] = partial(tuple.__new__, ChunkAccess)
+"""Makes an access in less time: a search makes millions."""
+
 ItemKey = tuple[Item, int, int]
 """An item by its stage and number; its chunks are all used alike."""
 
@@ -308,9 +312,9 @@ def accesses_of(
         if step.kind in SHARING or step.moves_whole:
             times[step.kind, step.stage, batch] += 1
             label = label, times[step.kind, step.stage, batch]
-        others = sorted(chain.from_iterable(summed.besides(used)))
         own = found[index] = [
-            ChunkAccess(at, chunk, label, batch, step, reads=True, writes=False) for chunk in others
+            ChunkAccess(at, chunk, label, batch, step, reads=True, writes=False)
+            for chunk in sorted(chain.from_iterable(summed.besides(used)))
         ]
         for key, (use, chunks) in used.items():
             if use.tier:
@@ -326,7 +330,7 @@ def accesses_of(
             if use.item is Item.GRADIENT:
                 summed.note(step, key, chunks)
             own += [
-                ChunkAccess(at, chunk, label, batch, step, reads, writes, ends, is_kept_below=is_kept_below)
+                _access((at, chunk, label, batch, step, reads, writes, ends, True, False, is_kept_below))
                 for chunk in chunks
             ]
     return found

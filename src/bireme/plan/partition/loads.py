@@ -406,6 +406,17 @@ def loads_of(chain: Chain, line: DeviceRow, setting: StageSetting) -> Loads:
     )
 
 
+def overflows(chain: Chain, line: DeviceRow, setting: StageSetting) -> bool:
+    """Whether no cuts fit these devices, not even if each stage, from the first on, took all units that its
+    device has room for. That takes much less time than all loads.
+    """
+    peaks, begin = _peaks(chain, line.num_stages, setting), 0
+    for stage, seat in enumerate(line.seats):
+        if begin < chain.num_units:
+            begin = peaks.reach(stage, begin, seat.memory_bytes)
+    return begin < chain.num_units
+
+
 class _Work:
     """The parts of which the tables are made, each once."""
 
@@ -477,9 +488,24 @@ class _Peaks:
             self._known[key] = self._counted(stage, recompute=recompute)
         return self._known[key]
 
-    def _counted(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
+    def reach(self, stage: int, begin: int, limit_bytes: float) -> int:
+        """The unit up to which a stage from that unit on fits at the most, if messages took no room."""
+        chosen, tables = self._setting.recompute, self._chain.bytes
+        row, most = (begin, slice(begin + 1, None)), 0
+        for recompute in (False, True) if chosen is Recompute.WHERE_NEEDED else (chosen is Recompute.ALWAYS,):
+            held = [
+                self._state(moment)[row]
+                + moment.stash * tables.kept[row]
+                + moment.inputs * tables.inputs[row]
+                + moment.waiting * tables.waiting[row]
+                for moment in self._moments(stage, recompute=recompute)
+            ]
+            most = max(most, int((np.maximum.reduce(held) <= limit_bytes).sum()))
+        return begin + most
+
+    def _moments(self, stage: int, *, recompute: bool) -> Sequence[_Moment]:
         setting = self._setting
-        moments = holdings(
+        return holdings(
             setting.schedule,
             self._num_stages,
             setting.num_microbatches,
@@ -487,6 +513,9 @@ class _Peaks:
             updates_early=setting.updates_early,
             has_masters=setting.has_masters,
         )[stage]
+
+    def _counted(self, stage: int, *, recompute: bool) -> npt.NDArray[np.float64]:
+        setting, moments = self._setting, self._moments(stage, recompute=recompute)
         begins, ends = slice(stage, stage + self._width), slice(stage + 1, stage + 1 + self._width)
         tables = self._chain.bytes
         # Stages that run nothing again are ready sooner, so next to them one more message may wait.

@@ -12,7 +12,17 @@ from itertools import combinations
 import numpy as np
 
 from bireme.plan.partition.autopipe import autopipe
-from bireme.plan.partition.loads import DEEP, DeviceRow, DeviceSlot, Loads, Recompute, StageSetting, loads_of
+from bireme.plan.partition.chain import Chain
+from bireme.plan.partition.loads import (
+    DEEP,
+    DeviceRow,
+    DeviceSlot,
+    Loads,
+    Recompute,
+    StageSetting,
+    loads_of,
+    overflows,
+)
 from bireme.plan.partition.partition import Misfit, exact, least_max
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
@@ -80,6 +90,8 @@ def promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> 
 def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     if outline.stages_per_rank > 1:
         return list(_folded(problem, outline, grid))
+    if any(overflows(*one) for one in _costed(problem, outline, grid)):
+        return []
     loads = loads_on(problem, outline, grid)
     found = exact(loads)
     if isinstance(found, Misfit):
@@ -108,6 +120,20 @@ class _Group:
 
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
+    of_group = [loads_of(*one) for one in _costed(problem, outline, grid)]
+    slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
+    named = tuple(
+        replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])
+        for seat, row in zip(slowest.line.seats, grid, strict=True)
+    )
+    slowest = replace(slowest, line=replace(slowest.line, seats=named))
+    return _pinned(problem, slowest, grid) if problem.pins else slowest
+
+
+def _costed(
+    problem: PlanningProblem, outline: Outline, grid: Grid
+) -> Iterator[tuple[Chain, DeviceRow, StageSetting]]:
+    """What the loads of each group of replicas that are alike depend on."""
     links = tuple(links_between(problem, grid, range(outline.num_ranks), outline.schedule))
     schedule = _RECKONED_AS.get(outline.schedule, outline.schedule)
     num_microbatches = outline.num_microbatches
@@ -122,17 +148,9 @@ def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
         outline.updates_early,
         has_masters=request.has_masters or request.shares_newest(rule, outline.width),
     )
-    of_group = []
     for group in _groups(problem, outline, grid):
         chain = problem.merged(group.size, outline.width, rule)
-        of_group.append(loads_of(chain, DeviceRow(group.seats, links), setting))
-    slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
-    named = tuple(
-        replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])
-        for seat, row in zip(slowest.line.seats, grid, strict=True)
-    )
-    slowest = replace(slowest, line=replace(slowest.line, seats=named))
-    return _pinned(problem, slowest, grid) if problem.pins else slowest
+        yield chain, DeviceRow(group.seats, links), setting
 
 
 def _groups(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[_Group]:
