@@ -172,8 +172,8 @@ def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None
 
 
 def most_at_once(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool = False) -> int:
-    """The most chunks that an instruction of a rank needs on the device. If replicas sum gradients, it depends
-    on what is under way; else instructions of a kind and stage need equally many.
+    """The most chunks that an instruction of a rank needs on the device. If replicas sum gradients, that
+    depends on what is under way; else instructions of a kind and stage need equally many.
     """
     if is_summed or program.num_sharers > 1:
         accesses = accesses_of(program, rank, tiers, is_summed=is_summed)

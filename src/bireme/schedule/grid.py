@@ -103,9 +103,9 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
         instruction = held[rank]
         while instruction is not None:
             kind = instruction.kind
-            is_compute = kind in _TICKS
+            ticks = _TICKS.get(kind)
             needed: _Need | None = None
-            if is_compute:
+            if ticks:
                 needed = instruction.needs(num_stages)
             elif kind is Kind.UPDATE:
                 needed = sum_of(instruction)
@@ -114,17 +114,21 @@ def clock(tracks: Sequence[Iterable[Instruction]], routes: Routes) -> _Ticks:
                 if arrival is None:
                     waiting.setdefault(needed, []).append(rank)
                     break
-                now = max(now, arrival)
+                if arrival > now:
+                    now = arrival
                 if isinstance(needed, Message):
                     used[needed] = rank, len(starts_here)
             starts_here.append(now)
-            if is_compute:
-                now += duration(instruction) * widths[instruction.stage]
-                for message in providers(instruction, num_stages):
+            if ticks:
+                lasts = ticks if instruction.half is None else duration(instruction)
+                now += lasts * widths[instruction.stage]
+                message = instruction.makes(num_stages)
+                while message is not None:
                     made_here.append((len(ends_here), message))
                     ready[message] = now
                     if message in waiting:
                         runnable += waiting.pop(message)
+                    message = message._replace(half=None) if message.half == 1 else None
             elif kind is Kind.REDUCE and (batch := sum_of(instruction)) is not None:
                 parts = reduced.setdefault(batch, {})
                 parts[instruction.stage, rank] = now

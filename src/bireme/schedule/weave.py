@@ -80,8 +80,12 @@ def lower(program: Program) -> Program:
         sent_here, received_here = sends[from_rank], receives[to_rank]
         position = len(track)
         for message, made_at, used_at in reversed(channel):
-            under_way = bisect_left(track_ends, made_ends[made_at])
-            position = min(position, under_way, _previous_compute(track, used_at))
+            position = bisect_left(track_ends, made_ends[made_at], 0, position)
+            before = used_at - 1
+            while before > 0 and track[before].kind not in COMPUTE:
+                before -= 1
+            if before < position:
+                position = max(before, 0)
             forward, to_stage, batch, microbatch, half = message
             receive, send = _FORWARDS if forward else _BACKWARDS
             received_here.setdefault(position, []).append(
@@ -116,14 +120,6 @@ def _channels(
             if to_rank != rank:
                 channels.setdefault((rank, to_rank), []).append((message, index, used_at))
     return channels
-
-
-def _previous_compute(track: Sequence[Instruction], index: int) -> int:
-    """The index of the last compute instruction before `index`, or of the track's begin."""
-    for before in range(index - 1, -1, -1):
-        if track[before].kind in COMPUTE:
-            return before
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +205,7 @@ def weave(
                 woven.insert(-1, moved)
             elif moved.stage in stages:
                 for made in stages[moved.stage].weave(moved):
-                    if made.kind in _UPDATES:
+                    if made.kind is Kind.UPDATE:
                         # A rank ends a batch on all its stages before it ends the next on any.
                         for weaver in stages.values():
                             woven.extend(weaver.finish(made.batch - 1))
@@ -432,6 +428,5 @@ def _follows_its_start(step: Instruction) -> bool:
     return step.kind is Kind.AVERAGE_END and step.version == step.batch + 1
 
 
-_UPDATES = frozenset({Kind.UPDATE})
 _BACKWARD_PARTS = _GRADIENT_DONE | {Kind.BACKWARD_INPUT}
 _COMPUTE_TO_WEAVE = _BACKWARD_PARTS | {Kind.FORWARD}

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import AVERAGES, COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
-from bireme.schedule.program import Program
+from bireme.schedule.program import Block, Program
 from bireme.schedule.proofs.messages import channel_of
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path, SimulatedChannel
@@ -89,13 +90,13 @@ class Operations:
                 key += (batch * num_microbatches + (microbatch or 0)) * each
             return _op((code, seconds, key, channel, num_bytes, step))
 
-        for block in self._program.tracks[rank].blocks():
+        def shifted(block: Block) -> Iterator[tuple[Operation, int]]:
             ops = ready.get(id(block.instructions))
             if ops is None:
                 ops = ready[id(block.instructions)] = [made(step) for step in block.instructions]
-            shift = block.batches * num_microbatches * each
-            for op in ops:
-                yield op, shift
+            return zip(ops, repeat(block.batches * num_microbatches * each))
+
+        return chain.from_iterable(map(shifted, self._program.tracks[rank].blocks()))
 
     def _like(self, step: Instruction, rank: int) -> _Like:
         program, costs = self._program, self._costs

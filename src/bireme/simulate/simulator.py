@@ -230,13 +230,14 @@ class _Run:
         now = max(now, rank.now_s)
         held, rank.held = rank.held, None
         since = rank.since_s if held else None
-        crossing = rank.crossing
+        crossing, mover, in_order = rank.crossing, rank.mover, self.in_order
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
-            code, seconds, key = op.code, op.seconds, op.key + shift
+            code, seconds, key, _, _, _ = op
+            key += shift
             begun = now if since is None else since
-            if rank.mover is not None:
-                chunks_s = rank.mover.start(len(rank.start_s), now)
-                if self.in_order and chunks_s > now:
+            if mover is not None:
+                chunks_s = mover.start(len(rank.start_s), now)
+                if in_order and chunks_s > now:
                     rank.since_s = begun
                     self._hold(rank, op, shift, now, key, chunks_s)
                     return
@@ -260,7 +261,7 @@ class _Run:
                 if key not in self.arrival_s and code == REDUCE:
                     self._sync(rank, op, key, len(rank.start_s), now + seconds)
                 arrival = self.arrival_s.get(key)
-                if arrival is None or (self.in_order and arrival > now):
+                if arrival is None or (in_order and arrival > now):
                     rank.since_s = begun
                     self._hold(rank, op, shift, now, key, arrival)
                     return
@@ -273,9 +274,9 @@ class _Run:
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
-            if seconds and rank.mover is not None:
-                seconds += rank.mover.taken_s(now, seconds)
-            if seconds and self.in_order:
+            if seconds and mover is not None:
+                seconds += mover.taken_s(now, seconds)
+            if seconds and in_order:
                 self._begin_work(rank, op, key, now, seconds)
                 return
             now += seconds
