@@ -14,6 +14,8 @@ drained, however many micro-batches came before.
 Random plans under `2bw` and `2bw-fresh` on up to nine devices, with messages and sums of very different
 lengths, are forecast, and compared with the pace of batches 37 to 60 of a simulation of 62.
 
+GPTs of 8B and 3B on machines whose devices do not hold their state are planned with offloading.
+
 VGG16 on four servers of four V100 is planned with stages of any width and of equal width. PipeDream's own
 plan for it must be among those found (`made_up/vgg16.py`). Equal widths cost at least 1.2 times as much under
 synchronous updates, and under all schedules if each replica of 15 has one micro-batch in a batch. With two,
@@ -35,18 +37,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.command import Findings, Section, benchmark
 from benchmarks.common.verdicts import at_least, at_most
 from benchmarks.made_up.models import profile_of
-from benchmarks.made_up.published_2bw import GPT_1_3B, GPT_2_2B, GPT_355M, p3_16xlarge, profile_of_model
+from benchmarks.made_up.published_2bw import (
+    GPT_1_3B,
+    GPT_2_2B,
+    GPT_355M,
+    Model,
+    p3_16xlarge,
+    profile_of_model,
+)
 from benchmarks.made_up.vgg16 import MICRO_BATCH, PUBLISHED, cluster_a, vgg16
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import PlanRequest
+from bireme.plan.plan_request import PlanRequest, TierLimits
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
 from bireme.plan.widths import widths_text
 from bireme.profile.profile import Profile
 
 GIB = 2**30
+OFFLOADING_S = 15.0
+"""Seconds of a processor that a plan which offloads may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,36 @@ def alone(count: int, device: Device, bytes_per_s: float) -> Cluster:
     """Servers of one device each."""
     card = (Card("eth0", (0,), Link(bytes_per_s, 0.0)),)
     return Cluster(tuple(Server(f"server{number}", (device,), cards=card) for number in range(count)))
+
+
+def machine(name: str, memory_gib: int, speed: float, host_gib: int, disk_gib: int = 0) -> Server:
+    """One GPU with PCIe 3.0 × 16, on 1 Gbit/s."""
+    device = Device("gpu", "cuda", memory_gib * GIB, speed=speed, host_bytes_per_s=12e9)
+    card = Card("eth0", (0,), Link(0.12e9, 1e-3))
+    return Server(
+        name,
+        (device,),
+        cards=(card,),
+        host_memory_bytes=host_gib * GIB,
+        disk_bytes=disk_gib * GIB,
+        disk_bytes_per_s=3.3e9,
+    )
+
+
+def offloading_rows(is_quick: bool) -> list[dict[str, Any]]:
+    """Plans whose state does not fit the devices."""
+    gpt_8b, gpt_3b = (profile_of_model(Model(f"{layers}", layers, 4096, 32)) for layers in (32, 12))
+    large, middle = machine("a", 24, 1.0, 96), machine("b", 16, 0.5, 64)
+    one, two = Cluster((machine("a", 24, 1.0, 64, 500),)), Cluster((large, middle))
+    three = Cluster((large, middle, machine("c", 8, 0.3, 32)))
+    asked: list[tuple[Case, dict[str, Any]]] = [
+        (Case("3B, one device with host and disk", gpt_3b, one, 32), {}),
+        (Case("3B, two unlike machines, 2bw", gpt_3b, two, 32), {"schedule": "2bw"}),
+        (Case("3B, two unlike machines", gpt_3b, two, 32), {}),
+        (Case("8B, three unlike machines", gpt_8b, three, 32), {}),
+    ]
+    chosen = asked[: 1 if is_quick else None]
+    return [row_of(case, memory=TierLimits(), **constraints) for case, constraints in chosen]
 
 
 def constrained_rows(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -243,6 +284,11 @@ def measure(asked: Namespace) -> Findings:
         for case, row in zip(chosen, rows, strict=True)
         if case.most_s is not None
     ]
+    offloading = offloading_rows(asked.quick)
+    verdicts += [
+        at_most(f"{row['case']}, offloading: seconds of processor", row["processor_s"], OFFLOADING_S)
+        for row in offloading
+    ]
     constrained = constrained_rows(list(CONSTRAINTS)[: 2 if asked.quick else None])
     free, *others = (row["cost_s_per_sample"] for row in constrained)
     verdicts.append(
@@ -267,6 +313,7 @@ def measure(asked: Namespace) -> Findings:
     verdicts.append(at_least("VGG16: plans of PipeDream's widths among those found", len(found), 1))
     sections = [
         Section("find_plan", rows),
+        Section("Offloading", offloading),
         Section("Constraints", constrained),
         Section("Sums", sums),
         Section("Delayed updates", flowing),

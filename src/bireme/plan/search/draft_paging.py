@@ -469,7 +469,7 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
 
 
 def tiers_waited_for(timeline: Timeline) -> Iterator[TierForecast]:
-    """How long ranks that offload wait for chunks in a batch, if a timeline has nothing else of their tiers."""
+    """How long ranks that offload wait for chunks in a batch: a brief timeline has no more of their tiers."""
     for moved in timeline.paging:
         waited_s = moved.waited_s / timeline.program.num_batches
         yield TierForecast(moved.rank, "device", None, 0.0, 0.0, waited_s)
