@@ -20,6 +20,7 @@ from bireme.plan.partition.loads import (
     RowLink,
     StageSetting,
     loads_of,
+    overflows,
 )
 from bireme.plan.partition.partition import Misfit, Partition, assess, exact, least_sum
 from bireme.simulate.costs import Costs
@@ -123,6 +124,7 @@ def test_the_exact_partition_is_that_of_brute_force(problem: Problem) -> None:
         assert found.missing_bytes == worst > 0
         assert found.device in str(found)
     else:
+        assert not overflows(problem.chain, problem.line, problem.setting)
         assert found.fits
         assert found.pace_s == pytest.approx(least_s, rel=1e-12)
         assert all(stage.begin < stage.end for stage in found.stages)
@@ -177,6 +179,14 @@ def test_only_stages_that_do_not_fit_run_their_forward_again() -> None:
     assert isinstance(found, Partition)
     assert found.fits
     assert found.recompute == (0, 1, 2)
+
+
+def test_devices_that_do_not_hold_a_model_at_all_are_seen_without_cutting_it() -> None:
+    """A third of the search for 1,024 devices went into cuts of shapes whose state no device holds."""
+    chain = chain_of_numbers([1] * 4, [1] * 4, parameter_bytes=[100] * 4)
+    setting = StageSetting("1f1b", 2)
+    for memory_bytes in (150, 1_000_000):
+        assert overflows(chain, equal_devices(2, memory_bytes=memory_bytes), setting) == (memory_bytes == 150)
 
 
 def test_what_fits_nowhere_says_which_stage_misses_how_much_on_which_device() -> None:

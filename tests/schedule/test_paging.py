@@ -12,8 +12,8 @@ from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import Mode, Sizes, chunks_of, uses
-from bireme.schedule.budgets import Budgets
+from bireme.schedule.accesses import Mode, Sizes, accesses_of, chunks_of, uses
+from bireme.schedule.budgets import Budgets, most_at_once
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
@@ -155,6 +155,18 @@ def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
 @given(asked())
 def test_paging_is_the_same_whenever_it_is_planned(one: Asked) -> None:
     assert paged(one) == paged(one)
+
+
+@examples(100)
+@given(asked())
+def test_the_largest_working_set_is_that_of_all_accesses(one: Asked) -> None:
+    program = paged(one)
+    for rank in range(program.num_ranks):
+        tiers = program.tiers_of(rank)
+        if tiers is not None:
+            steps = accesses_of(one.program, rank, tiers).values()
+            most = max(sum(access.takes for access in own) for own in steps)
+            assert most_at_once(one.program, rank, tiers) == most
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

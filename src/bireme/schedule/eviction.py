@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -213,17 +213,15 @@ class _Table:
             change[at + 1] -= count
         for number, group in enumerate(self.groups):
             self.members[group].append(number)
-        first, likes = (
-            0,
-            [*zip(self.starts, self.ends, self.is_read, self.is_fetched, self.may_be_copied, strict=True)],
-        )
-        for number in range(1, len(gaps) + 1):
-            if number == len(gaps) or likes[number] != likes[first]:
-                self.opening[self.starts[first] + 1].append(range(first, number))
-                first = number
-        # A gap of no length begins where it ends.
-        np.add.at(change, np.array(self.starts, np.int64) + 1, 1)
-        np.add.at(change, np.maximum(self.ends, np.array(self.starts, np.int64) + 1), -1)
+        figures = self.starts, self.ends, self.is_read, self.is_fetched, self.may_be_copied
+        first = 0
+        for (start, *_), alike in groupby(zip(*figures, strict=True)):
+            count = len(list(alike))
+            self.opening[start + 1].append(range(first, first + count))
+            first += count
+        begins = np.array(self.starts, np.int64) + 1
+        np.add.at(change, begins, 1)  # a gap of no length ends where it begins
+        np.add.at(change, np.maximum(np.array(self.ends, np.int64), begins), -1)
         self.held = np.cumsum(change[:num_steps])
 
 
