@@ -112,6 +112,8 @@ def test_every_key_of_the_costs_file_is_explained() -> None:
 def test_links_between_files_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+    if document.parent.name == "docs":
+        assert [one for one in targets if one.startswith("..")] == [], "the site has the pages of docs alone"
 
 
 def heading_ids(document: Path) -> set[str]:
