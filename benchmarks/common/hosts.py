@@ -1,18 +1,24 @@
-"""Hosts on one machine: network namespaces on a common switch, each with its own address and a slow card.
+"""Hosts on one machine: network namespaces, each with its own address and a card of limited speed.
 
-For root on Linux. Everything that is made here is removed when the context ends.
+The cards are plugged into a bridge of the kernel, whose token buckets limit them. If messages are to be late
+too, a relay process carries every packet instead (`relay.py`): kernels without netem cannot delay. For root
+on Linux. Everything that is made here is removed when the context ends.
 """
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 CARD = "eth0"
 """The network card of every host."""
+RELAY_MTU = 9000
+"""Of the cards of late hosts: so few packets that a core carries 100 Mbit/s of each of four hosts."""
 _TOOL_TIMEOUT_S = 20.0
 
 
@@ -55,40 +61,83 @@ class Host:
 
 
 @contextmanager
-def slow_hosts(count: int, megabits_per_s: float) -> Iterator[list[Host]]:
-    """So many hosts, whose cards each carry so much each way. Raises `NoHosts` if that cannot be."""
+def slow_hosts(count: int, megabits_per_s: float | None = None, delay_s: float = 0.0) -> Iterator[list[Host]]:
+    """`count` hosts whose cards carry `megabits_per_s` each way, without limit if None, and whose messages
+    are `delay_s` late each way. Raises `NoHosts` if there can be none here.
+    """
     _check_here()
     switch = f"bireme-bench-{os.getpid()}-switch"
-    names = [f"bireme-bench-{os.getpid()}-{number}" for number in range(count)]
+    hosts = [
+        Host(f"bireme-bench-{os.getpid()}-{number}", f"10.99.0.{number + 1}", switch, f"port{number}")
+        for number in range(count)
+    ]
     made: list[str] = []
+    with ExitStack() as stack:
+        try:
+            for namespace in (switch, *(host.namespace for host in hosts)):
+                _run("ip", "netns", "add", namespace)
+                made.append(namespace)
+                _run("ip", "-n", namespace, "link", "set", "lo", "up")
+            if delay_s:
+                stack.enter_context(_relay(hosts, megabits_per_s, delay_s))
+            else:
+                _bridge(hosts, switch, megabits_per_s)
+            yield hosts
+        finally:
+            for namespace in made:
+                with suppress(NoHosts):
+                    _run("ip", "netns", "delete", namespace)
+
+
+def _bridge(hosts: Sequence[Host], switch: str, megabits_per_s: float | None) -> None:
+    """Plug all cards into a bridge."""
+    _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "switch", "up")
+    for host in hosts:
+        peer = ("peer", "name", host.port, "netns", switch)
+        _run("ip", "link", "add", CARD, "netns", host.namespace, "type", "veth", *peer)
+        _run("ip", "-n", switch, "link", "set", host.port, "master", "switch")
+        _run("ip", "-n", switch, "link", "set", host.port, "up")
+        _begin(host)
+        if megabits_per_s is not None:
+            # It takes packets of any size that TCP makes.
+            limit = ("tbf", "rate", f"{megabits_per_s:g}mbit", "burst", "128kb", "latency", "100ms")
+            _run("tc", "-n", host.namespace, "qdisc", "add", "dev", CARD, "root", *limit)
+            _run("tc", "-n", switch, "qdisc", "add", "dev", host.port, "root", *limit)
+
+
+@contextmanager
+def _relay(hosts: Sequence[Host], megabits_per_s: float | None, delay_s: float) -> Iterator[None]:
+    """A process that carries all packets, slowly and late."""
+    bytes_per_s = math.inf if megabits_per_s is None else megabits_per_s * 1e6 / 8
+    path = Path(__file__).with_name("relay.py")
+    names = [f"bb{os.getpid()}-{number}" for number in range(len(hosts))]
+    process = subprocess.Popen(
+        (sys.executable, "-S", str(path), str(bytes_per_s), str(delay_s), *names),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
     try:
-        for namespace in (switch, *names):
-            _run("ip", "netns", "add", namespace)
-            made.append(namespace)
-            _run("ip", "-n", namespace, "link", "set", "lo", "up")
-        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "switch", "up")
-        yield [_plug_in(number, name, switch, megabits_per_s) for number, name in enumerate(names)]
+        if not process.stdout.readline():
+            raise NoHosts(f"the relay of packets fails: {process.stderr.read().strip()[-200:]}")
+        for host, name in zip(hosts, names, strict=True):
+            _run("ip", "link", "set", name, "netns", host.namespace, "name", CARD)
+            _run("ip", "-n", host.namespace, "link", "set", CARD, "mtu", str(RELAY_MTU))
+            _begin(host)
+        yield
     finally:
-        for namespace in made:
-            with suppress(NoHosts):
-                _run("ip", "netns", "delete", namespace)
+        process.kill()
+        process.communicate()
 
 
-def _plug_in(number: int, namespace: str, switch: str, megabits_per_s: float) -> Host:
-    """Give a namespace a card with an address, and put the other end of its cable into the switch."""
-    host = Host(namespace, f"10.99.0.{number + 1}", switch, f"port{number}")
-    peer = ("peer", "name", host.port, "netns", switch)
-    _run("ip", "link", "add", CARD, "netns", namespace, "type", "veth", *peer)
-    _run("ip", "-n", switch, "link", "set", host.port, "master", "switch")
-    _run("ip", "-n", switch, "link", "set", host.port, "up")
-    _run("ip", "-n", namespace, "address", "add", f"{host.address}/24", "dev", CARD)
-    _run("ip", "-n", namespace, "link", "set", CARD, "up")
-    # Kernels have this token bucket more often than netem; it takes packets of any size that TCP makes.
-    limit = ("tbf", "rate", f"{megabits_per_s:g}mbit", "burst", "128kb", "latency", "100ms")
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", CARD, "root", *limit)
-    _run("tc", "-n", switch, "qdisc", "add", "dev", host.port, "root", *limit)
-    return host
+def _begin(host: Host) -> None:
+    """Give a card its address."""
+    _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", CARD)
+    _run("ip", "-n", host.namespace, "link", "set", CARD, "up")
 
 
 def _check_here() -> None:

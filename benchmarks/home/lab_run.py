@@ -21,7 +21,7 @@ from typing import Any
 import bireme
 from benchmarks.common.command import log
 from benchmarks.common.hosts import Host, NoHosts, slow_hosts
-from benchmarks.home.model import SPEED
+from benchmarks.common.paced import SPEED
 from benchmarks.killing.mortal_run import MortalRun, Program, Round
 from benchmarks.killing.session import living
 from bireme.errors import BiremeError

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from benchmarks.common.paced import SPEED, PacedNorm
 from benchmarks.home import model as home
 from benchmarks.home_lab import SETTLED, Lived
 from benchmarks.killing.mortal_run import Round
@@ -57,14 +59,14 @@ def test_waits_after_a_fault_and_batches_of_replicas_that_settle_count_in_the_th
 
 
 def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(home.SPEED, "0.5")
+    monkeypatch.setenv(SPEED, "0.5")
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         clock, x = Clock(CPU), torch.ones(3, 2, 2, requires_grad=True)
-        home.forward(x).sum().backward()
-        assert clock.lap() >= 2 * 3 * (home.FORWARD_S + home.BACKWARD_S)
+        PacedNorm(nn.LayerNorm(2), 0.25)(x).sum().backward()
+        assert clock.lap() >= 2 * 3 * 3 * 0.25
     finally:
         torch.set_num_threads(threads)
 
@@ -72,6 +74,6 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
 def test_the_model_has_tied_weights_and_sleeps_in_every_layer() -> None:
     model, inputs = home.model()
     graph = capture(model, inputs)
-    assert sum(one.target.startswith("home_lab.forward") for one in graph.operators) == home.CONFIG.layers
+    assert sum(one.target.startswith("paced.input") for one in graph.operators) == home.CONFIG.layers
     (embedding,) = (one for one in graph.parameters if one.aliases)
     assert {embedding.name, *embedding.aliases} == {"tokens.weight", "head.weight"}

@@ -1,0 +1,94 @@
+"""What has run so far, in a file with one JSON object to a line, which `--resume` goes on with.
+
+Kinds of lines: `way` (steps to the loss of one way to learn), `shape` (seconds of a step of one shape in a
+setting), `plan` (what Bireme's planner chose in a setting), `race` (a run).
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.racing.rank import Reached
+from bireme.documents import read_json_lines
+
+
+class Results:
+    """The lines of a file, and those that are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = read_json_lines(path, start="way").records if path.exists() else {}
+        self._lines: list[Mapping[str, Any]] = list(found.values())
+
+    def find(self, kind: str, **keys: Any) -> list[Mapping[str, Any]]:
+        """The lines of a kind that have these keys and values."""
+        return [
+            one
+            for one in self._lines
+            if one["kind"] == kind and all(one.get(key) == value for key, value in keys.items())
+        ]
+
+    def add(self, kind: str, **values: Any) -> Mapping[str, Any]:
+        """Write a line, with the commit and the date."""
+        line = {
+            "kind": kind,
+            **values,
+            "commit": _commit(),
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._lines.append(line)
+        return line
+
+
+def curve_document(reached: Sequence[Reached]) -> list[dict[str, Any]]:
+    """A curve as plain data."""
+    return [asdict(one) for one in reached]
+
+
+def curve_of(line: Mapping[str, Any]) -> list[Reached]:
+    """The curve of a line."""
+    return [Reached(**one) for one in line["curve"]]
+
+
+def crossing(curve: Sequence[Reached], target: float) -> tuple[float, float] | None:
+    """Steps and seconds at which a curve reaches a loss, between the two evaluations around it; None if it
+    does not. The loss is taken to fall in a straight line between them.
+    """
+    if curve and curve[0].loss <= target:
+        return float(curve[0].step), curve[0].seconds
+    for before, after in pairwise(curve):
+        if after.loss <= target:
+            share = (before.loss - target) / (before.loss - after.loss)
+            steps = before.step + share * (after.step - before.step)
+            return steps, before.seconds + share * (after.seconds - before.seconds)
+    return None
+
+
+def loss_at(curve: Sequence[Reached], seconds: float) -> float | None:
+    """The loss after these seconds, between two evaluations; None before the first and after the last."""
+    for before, after in pairwise(curve):
+        if before.seconds <= seconds <= after.seconds:
+            share = (seconds - before.seconds) / (after.seconds - before.seconds)
+            return before.loss + share * (after.loss - before.loss)
+    return None
+
+
+def _commit() -> str:
+    words = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def lines_of(results: Results, settings: Sequence[str]) -> Iterator[tuple[str, str, list[Mapping[str, Any]]]]:
+    """The runs of each setting and contender."""
+    for setting in settings:
+        runs = results.find("race", setting=setting)
+        for name in dict.fromkeys(one["contender"] for one in runs):
+            yield setting, name, [one for one in runs if one["contender"] == name]
