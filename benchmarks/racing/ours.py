@@ -1,7 +1,8 @@
 """Bireme: `bireme train` on every host, with a run file, and its log while it trains.
 
 Its clock is that of the log: from the line that says that the pipeline is ready, and from the end of each
-evaluation, to the last batch before the next one. The pipeline drains for an evaluation, which counts.
+evaluation, to the beginning of the next one. The pipeline drains for an evaluation, and replicas that average
+weights meet for it; both count. Bytes count to the last batch before it, or if replicas average, to its end.
 """
 
 import json
@@ -125,7 +126,8 @@ class _Log:
         self.reached: list[Reached] = []
         self._path, self._place, self._order = path, place, order
         self._at = 0
-        self._seconds = self._window_s = self._last_s = 0.0
+        self._seconds = self._window_s = 0.0
+        self._averages = order.choice["sync.mode"] in ("groups", "diloco")
         self._bytes = self._window_bytes = 0
 
     def is_over(self) -> bool:
@@ -142,13 +144,12 @@ class _Log:
             match line["kind"]:
                 case "start":
                     self._window_s, self._window_bytes = line["time_s"], self._counted()
-                case "train" if not line["step"] % self._order.every:
-                    self._last_s = line["time_s"]
-                    self._bytes += self._counted() - self._window_bytes
-                case "train":
-                    self._last_s = line["time_s"]
+                case "train" if not self._averages and not line["step"] % self._order.every:
+                    self._count_bytes()
                 case "evaluation":
-                    self._seconds += self._last_s - self._window_s
+                    self._seconds += line["time_s"] - line["seconds"] - self._window_s
+                    if self._averages:
+                        self._count_bytes()
                     self._window_s, self._window_bytes = line["time_s"], self._counted()
                     self.reached.append(
                         Reached(line["step"], self._seconds, self._bytes or None, line["loss"])
@@ -163,6 +164,9 @@ class _Log:
         whole = text[: text.rfind(b"\n") + 1]
         self._at += len(whole)
         yield from map(json.loads, whole.splitlines())
+
+    def _count_bytes(self) -> None:
+        self._bytes += self._counted() - self._window_bytes
 
     def _counted(self) -> int:
         return self._place.card_bytes(card_bytes) or 0

@@ -1,8 +1,8 @@
 """Runs of the race: tuning first, with the same budget for all, then a contender in a setting with a seed.
 
 Steps to the loss do not depend on links or on speeds. So each way to learn is tried once, on the loopback
-with devices that do not sleep, and counts steps. Each shape is then timed for a few steps in the setting. Bireme
-has neither: its planner chooses, once for each setting, and all of its runs there have that plan.
+with devices that do not sleep, and counts steps. Each shape is then timed for a few steps in the setting.
+Bireme has neither: its planner chooses, once for each setting, and all of its runs there have that plan.
 """
 
 import json
@@ -180,8 +180,8 @@ class Race:
 
 def _settled(choice: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
     """The keys whose `auto` a plan has settled: with a plan file a run over several hosts needs them."""
-    found = {"sync.mode": plan["sync_mode"], "sync.codec": plan["sum_codec"]}
-    return {key: value for key, value in found.items() if choice[key] == "auto"}
+    names = {"sync.mode": "sync_mode", "sync.codec": "sum_codec"}
+    return {key: plan[name] for key, name in names.items() if choice[key] == "auto"}
 
 
 def _in_words(plan: Mapping[str, Any]) -> str:
@@ -190,5 +190,5 @@ def _in_words(plan: Mapping[str, Any]) -> str:
     stages = len(plan["cuts"]) + 1
     return (
         f"{plan['schedule']}, {stages} x {plan['width']}, lookahead {plan['lookahead']}, "
-        f"boundaries {'+'.join(codecs)}, {plan['sync_mode'] or 'allreduce'} {plan['sum_codec'] or ''}"
-    ).strip()
+        f"boundaries {'+'.join(codecs)}, {plan.get('sync_mode', '')} {plan.get('sum_codec', '')}"
+    )

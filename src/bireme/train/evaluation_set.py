@@ -246,6 +246,7 @@ class RunEvaluations:
         if len(found) > 1:
             more["sources"] = {name: one.loss if one.weight else None for name, one in found.items()}
         num_samples = sum(one.num_samples for one in found.values())
+        more["seconds"] = perf_counter() - begin_s
         return {"num_samples": num_samples, **asdict(figures), **more}
 
     def _evaluations(self, pipeline: Pipeline, *, through_codecs: bool = False) -> dict[str, Evaluation]:
