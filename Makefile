@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 COMPILED := $(VENV)/.compiled
 LOOPS := $(shell find src/bireme/codec src/bireme/placement benchmarks/placers -name "*.py")
 
-.PHONY: help setup train test test-fast test-all lint docs bench gpu clean
+.PHONY: help setup train test test-fast test-all lint docs bench bench-stale gpu clean
 
 help:
 	@echo "make setup      create .venv and install Bireme with its development tools"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint       ruff, mypy --strict, import contracts"
 	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      the benchmarks of docs/benchmarks.md"
+	@echo "make bench-stale  the sections of docs/benchmarks.md whose figures are of old code"
 	@echo "make gpu        tests, training and benchmarks on this machine's GPUs, into docs/gpu.md"
 	@echo "make clean      remove .venv and caches"
 
@@ -67,7 +68,8 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
 
-# Each takes --quick for a smoke run and --json for one document with its rows and verdicts.
+# Each takes --quick for a smoke run and --json for one document with its rows and verdicts. Above its tables it
+# prints the line with date and commit that belongs above them on the page.
 bench: setup
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/profiles.py
@@ -96,6 +98,10 @@ bench: setup
 	$(BIN)/python benchmarks/diloco.py
 	$(BIN)/python benchmarks/principal.py
 	$(BIN)/python benchmarks/recommender.py
+	$(BIN)/python benchmarks/race.py --quick
+
+bench-stale: setup
+	$(BIN)/python -m benchmarks.common.made
 
 # It finds its own Python, for the environment above has a torch for CPUs, and needs nothing but this one.
 gpu:

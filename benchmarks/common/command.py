@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from benchmarks.common.made import made_text
 from benchmarks.common.verdicts import Verdict, print_verdicts, shown, verdict_documents
 from bireme.errors import BiremeError
 
@@ -100,7 +101,9 @@ def benchmark(
         else:
             from rich.console import Console
 
-            measure(asked).show(Console(width=170))
+            found, console = measure(asked), Console(width=170)
+            console.print(f"{made_text()}\n", highlight=False, soft_wrap=True)
+            found.show(console)
     except BiremeError as error:
         parser.exit(2, f"{error}\n")
 

@@ -5,14 +5,14 @@ setting), `plan` (what Bireme's planner chose in a setting), `race` (a run).
 """
 
 import json
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.made import commit
 from benchmarks.racing.rank import Reached
 from bireme.documents import read_json_lines
 
@@ -38,7 +38,7 @@ class Results:
         line = {
             "kind": kind,
             **values,
-            "commit": _commit(),
+            "commit": commit(),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         with self._path.open("a") as file:
@@ -78,17 +78,3 @@ def loss_at(curve: Sequence[Reached], seconds: float) -> float | None:
             share = (seconds - before.seconds) / (after.seconds - before.seconds)
             return before.loss + share * (after.loss - before.loss)
     return None
-
-
-def _commit() -> str:
-    words = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD")
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def lines_of(results: Results, settings: Sequence[str]) -> Iterator[tuple[str, str, list[Mapping[str, Any]]]]:
-    """The runs of each setting and contender."""
-    for setting in settings:
-        runs = results.find("race", setting=setting)
-        for name in dict.fromkeys(one["contender"] for one in runs):
-            yield setting, name, [one for one in runs if one["contender"] == name]
