@@ -116,6 +116,9 @@ def options(parser: ArgumentParser) -> None:
     parser.add_argument("--contender", nargs="+", choices=CONTENDERS, help="who takes part; all without it")
     parser.add_argument("--seed", nargs="+", type=int, default=SEEDS, help="seeds, one run for each")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="results to go on with and to add to")
+    parser.add_argument(
+        "--rivals", metavar="PYTHON", help="an interpreter that has torchft and Bireme's own packages"
+    )
     parser.add_argument("--only-report", action="store_true", help="run nothing, report the file of --resume")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the curves of the settings")
 
@@ -129,7 +132,7 @@ def measure(asked: Namespace) -> Findings:
         path = asked.resume or Path(scratch) / "race.jsonl"
         results = Results(path)
         if not asked.only_report:
-            race = Race(results, limits, Path(scratch))
+            race = Race(results, limits, Path(scratch), asked.rivals)
             for seed in seeds:  # whoever stops it has whole rounds
                 for setting in settings:
                     for name in names:

@@ -26,6 +26,8 @@ class Contender:
     ways: Sequence[Mapping[str, Any]] = ()
     shapes: Sequence[Mapping[str, Any]] = ({},)
     like: str = SYNCHRONOUS
+    package: str = ""
+    """What must be installed beside torch, if Bireme's own environment does not have it."""
 
     @property
     def is_ours(self) -> bool:
@@ -45,6 +47,7 @@ def _ours(name: str, keys: Mapping[str, Any]) -> Contender:
     return Contender(name, "", shapes=[keys])
 
 
+_ROUNDS = [{"inner_steps": steps, "learning_rate": rate} for steps, rate in product((10, 50), (4e-3, 8e-3))]
 RIVALS = (
     _pipeline("1f1b"),
     _pipeline("interleaved-zb"),
@@ -57,11 +60,8 @@ RIVALS = (
             for rank, rate in product((1, 4), (4e-3, 8e-3))
         ],
     ),
-    Contender(
-        "diloco",
-        "diloco",
-        [{"inner_steps": steps, "learning_rate": rate} for steps, rate in product((10, 50), (4e-3, 8e-3))],
-    ),
+    Contender("diloco", "diloco", _ROUNDS),
+    Contender("torchft-diloco", "torchft_diloco", _ROUNDS, package="torchft"),
 )
 CHOSEN, DENSE_BEST = "bireme", "bireme-synchronous-dense"
 HAND = (

@@ -20,6 +20,8 @@ from bireme.errors import BiremeError
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = 4
+ADDRESS = "BIREME_RACE_ADDRESS"
+"""Names the variable with the address of a process's host."""
 _POLL_S = 0.05
 
 
@@ -80,8 +82,10 @@ class Field:
         return max((one for one in found if one is not None), default=None)
 
     @contextmanager
-    def running(self, words: Sequence[str], variables: Mapping[str, str]) -> Iterator[list[Program]]:
-        """`python WORDS` on every host while the block runs; nothing of it is left afterwards."""
+    def running(
+        self, words: Sequence[str], variables: Mapping[str, str], *, python: str = sys.executable
+    ) -> Iterator[list[Program]]:
+        """`PYTHON WORDS` on every host while the block runs; nothing of it is left afterwards."""
         programs: list[Program] = []
         address = self._hosts[0].address if self._hosts else "127.0.0.1"
         common = {
@@ -96,9 +100,10 @@ class Field:
         try:
             for number, speed in enumerate(self.setting.speeds):
                 prefix = self._hosts[number].prefix_as(f"host-{number}") if self._hosts else ()
-                own = {"RANK": str(number), "GROUP_RANK": str(number), SPEED: str(speed)}
+                here = self._hosts[number].address if self._hosts else "127.0.0.1"
+                own = {"RANK": str(number), "GROUP_RANK": str(number), SPEED: str(speed), ADDRESS: here}
                 out, err = (self.folder / f"{name}-{number}" for name in ("out", "err"))
-                line = [*prefix, sys.executable, *words]
+                line = [*prefix, python, *words]
                 programs.append(Program(line, self.folder, out, err, common | own))
             yield programs
         finally:

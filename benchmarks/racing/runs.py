@@ -6,6 +6,7 @@ Bireme has neither: its planner chooses, once for each setting, and all of its r
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,15 +47,21 @@ QUICK = Limits(3.3, 40, 60.0, 10, 0, False)
 
 
 class Race:
-    """Runs what the results do not have yet. `scratch` has profiles of the model for the runs of Bireme."""
+    """Runs what the results do not have yet. `scratch` has profiles of the model for the runs of Bireme, and
+    `python` is an interpreter with the packages of contenders that need more than Bireme's environment has.
+    """
 
-    def __init__(self, results: Results, limits: Limits, scratch: Path) -> None:
+    def __init__(self, results: Results, limits: Limits, scratch: Path, python: str | None = None) -> None:
         self._results, self._limits, self._scratch = results, limits, scratch
+        self._python = python
 
     def run(self, setting: Setting, contender: Contender, seed: int) -> None:
         """One run, and the tuning that it needs."""
         keys = {"setting": setting.name, "contender": contender.name}
         if self._results.find("race", **keys, seed=seed):
+            return
+        if contender.package and self._python is None:
+            log(f"{contender.name} is left out: it needs {contender.package}, see --rivals")
             return
         choice = self._way(contender)
         if contender.is_ours:
@@ -138,7 +145,9 @@ class Race:
             )
             path = Path(scratch) / "order.json"
             path.write_text(json.dumps(asdict(order)))
-            with place.running(["-m", f"{__package__}.rank", str(path)], {}) as programs:
+            python = self._python if contender.package and self._python else sys.executable
+            words = ["-m", f"{__package__}.rank", str(path)]
+            with place.running(words, {}, python=python) as programs:
                 wait_for(programs, lambda: False, _START_S + _PACE * limits.seconds)
             lines = (Path(scratch) / "reached.jsonl").read_text().splitlines()
             return [Reached(**json.loads(line)) for line in lines], place.about

@@ -152,7 +152,7 @@ def test_contenders_that_sum_gradients_train_as_one_process_does(tmp_path: Path)
         model(batches[step], batches[step])["loss"].backward()
         optimizer.step()
     wanted = task.Judge().loss([dict(model.named_parameters())])
-    for one in RIVALS:
+    for one in (one for one in RIVALS if not one.package):
         for shape in one.shapes:
             choice = {"learning_rate": 1e-3, **(one.ways[0] if one.ways else {}), **shape}
             choice["learning_rate"] = 1e-3
