@@ -40,8 +40,8 @@ def carry(cards: list[int], bytes_per_s: float, delay_s: float) -> None:
     order = count()
     while True:
         wait_s = None if not under_way else max(under_way[0][0] - monotonic(), 0.0)
-        ready, _, _ = select.select([*cards, sys.stdin], (), (), wait_s)
-        if sys.stdin in ready:
+        ready: list[int] = select.select([*cards, sys.stdin.fileno()], (), (), wait_s)[0]
+        if sys.stdin.fileno() in ready:
             return
         now = monotonic()
         for file in ready:
@@ -66,7 +66,7 @@ def carry(cards: list[int], bytes_per_s: float, delay_s: float) -> None:
 
 def packets(file: int) -> list[bytes]:
     """Those that wait at a card, up to a number."""
-    found = []
+    found = list[bytes]()
     with suppress(OSError):
         while len(found) < _MOST_AT_ONCE:
             found.append(os.read(file, _MOST_BYTES))

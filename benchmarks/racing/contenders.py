@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 AUTO = {"links.codec": "auto", "sync.codec": "auto", "sync.mode": "auto"}
 DENSE = {"links.codec": "none", "sync.codec": "none", "sync.mode": "allreduce"}
 SYNCHRONOUS = "ddp-bf16"
@@ -47,7 +47,7 @@ def _ours(name: str, keys: Mapping[str, Any]) -> Contender:
     return Contender(name, "", shapes=[keys])
 
 
-_ROUNDS = [{"inner_steps": steps, "learning_rate": rate} for steps, rate in product((10, 50), (4e-3, 8e-3))]
+_ROUNDS = [{"inner_steps": steps, "learning_rate": rate} for steps, rate in product((10, 50), (1e-3, 2e-3))]
 RIVALS = (
     _pipeline("1f1b"),
     _pipeline("interleaved-zb"),
@@ -57,7 +57,7 @@ RIVALS = (
         "ddp",
         [
             {"hook": "powersgd", "rank": rank, "learning_rate": rate}
-            for rank, rate in product((1, 4), (4e-3, 8e-3))
+            for rank, rate in product((1, 4), (1e-3, 2e-3))
         ],
     ),
     Contender("diloco", "diloco", _ROUNDS),

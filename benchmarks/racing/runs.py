@@ -42,7 +42,7 @@ class Limits:
     is_tuned: bool
 
 
-LIMITS = Limits(2.9, 300, 300.0, 20, 10, True)
+LIMITS = Limits(2.7, 300, 300.0, 20, 10, True)
 QUICK = Limits(3.3, 40, 60.0, 10, 0, False)
 
 
