@@ -63,11 +63,11 @@ def rows_of(results: Results, setting: str, target: float) -> list[dict[str, Any
                 "chosen": own[-1]["chosen"],
             }
         )
-    first_s = min((row["seconds"] for row in rows if row["seconds"] is not None), default=None)
-    for row in rows if first_s is not None else ():
-        own = [curve_of(one) for one in runs if one["contender"] == row["contender"]]
-        found = [loss for curve in own if (loss := loss_at(curve, first_s)) is not None]
-        row["loss_when_the_first_arrives"] = median(found) if found else None
+    arrivals = [row["seconds"] for row in rows if row["seconds"] is not None]
+    for row in rows if arrivals else ():
+        of_row = [curve_of(one) for one in runs if one["contender"] == row["contender"]]
+        losses = [loss for curve in of_row if (loss := loss_at(curve, min(arrivals))) is not None]
+        row["loss_when_the_first_arrives"] = median(losses) if losses else None
     return sorted(rows, key=lambda row: (row["seconds"] is None, row["seconds"] or 0.0))
 
 

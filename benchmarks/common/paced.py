@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bireme.model.gpt import GPT
 from bireme.profile import timing
 
 SPEED = "BIREME_BENCHMARK_SPEED"
@@ -36,6 +37,14 @@ class PacedNorm(nn.LayerNorm):
         late = _input(x, self.forward_s)
         weight = _weight(self.weight, x.detach(), self.forward_s)
         return functional.layer_norm(late, self.normalized_shape, weight, self.bias, self.eps)
+
+
+def pace(model: GPT, forward_s: float) -> None:
+    """Let every layer of a GPT take its time."""
+    for layer in model.layers:
+        norm = layer.attention_norm
+        assert isinstance(norm, nn.LayerNorm), "a GPT has one ahead of each half of a layer"
+        layer.attention_norm = PacedNorm(norm, forward_s)
 
 
 @torch.library.custom_op("paced::input", mutates_args=())

@@ -6,7 +6,7 @@ Each layer sleeps in proportion to its samples (`benchmarks/common/paced.py`).
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.paced import PacedNorm
+from benchmarks.common.paced import pace
 from bireme.model.gpt import GPT, GPTConfig
 
 FORWARD_S = 0.003
@@ -21,8 +21,7 @@ there is to learn, and its loss tells what faults cost.
 def model() -> tuple[nn.Module, dict[str, Tensor]]:
     """For `model.source`."""
     made = GPT(CONFIG)
-    for layer in made.layers:
-        layer.attention_norm = PacedNorm(layer.attention_norm, FORWARD_S)
+    pace(made, FORWARD_S)
     ids = torch.zeros(2, CONFIG.context, dtype=torch.int64)
     return made, {"input_ids": ids, "labels": ids.clone()}
 

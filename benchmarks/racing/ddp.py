@@ -19,7 +19,10 @@ from benchmarks.racing.task import adamw, first_model, set_rate
 ONE_BUCKET_MB = 1024
 
 
-def _in_bfloat16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _in_bfloat16(
+    _: None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch lacks its declaration
+) -> torch.futures.Future[torch.Tensor]:
     sent = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))

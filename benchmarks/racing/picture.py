@@ -39,7 +39,7 @@ class _Panel:
 def drawn(results: Results, settings: Sequence[str], target: float) -> Picture:
     """The curves of the first seed of every contender."""
     shapes: list[Shape] = []
-    height = 0.0
+    height = 0
     for setting in settings:
         curves = {
             one["contender"]: curve_of(one)
@@ -49,7 +49,7 @@ def drawn(results: Results, settings: Sequence[str], target: float) -> Picture:
         if curves:
             shapes += _panel(setting, height, dict(sorted(curves.items())), target)
             height += PANEL
-    return Picture(WIDTH, max(height, 1.0), "loss over seconds of training", tuple(shapes))
+    return Picture(WIDTH, max(height, 1), "loss over seconds of training", tuple(shapes))
 
 
 def _panel(setting: str, top: float, curves: dict[str, list[Reached]], target: float) -> Iterator[Shape]:

@@ -23,8 +23,11 @@ class _Stage(nn.Module):
     def __init__(self, whole: GPT, first: int, end: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(place): whole.layers[place] for place in range(first, end)})
-        self.tokens, self.positions = (whole.tokens, whole.positions) if first == 0 else (None, None)
-        self.norm, self.head = (whole.norm, whole.head) if end == len(whole.layers) else (None, None)
+        is_first, is_last = first == 0, end == len(whole.layers)
+        self.tokens: nn.Module | None = whole.tokens if is_first else None
+        self.positions: nn.Module | None = whole.positions if is_first else None
+        self.norm: nn.Module | None = whole.norm if is_last else None
+        self.head: nn.Module | None = whole.head if is_last else None
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ class _Pipeline:
         self._parts = nn.ModuleList(
             _Stage(whole, layers * number, layers * (number + 1), dtype) for number in numbers
         )
-        stages = [
+        stages: list[Any] = [
             PipelineStage(
                 part,
                 number,

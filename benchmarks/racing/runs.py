@@ -86,16 +86,15 @@ class Race:
     def _way(self, contender: Contender) -> dict[str, Any]:
         """The way to learn with the fewest steps to the loss."""
         if not contender.ways:
-            way = self._way(CONTENDERS[contender.like])
-            return {"learning_rate": way["learning_rate"]}
+            return {"learning_rate": self._way(CONTENDERS[contender.like])["learning_rate"]}
         if not self._limits.is_tuned:
             return dict(contender.ways[0])
-        tried = []
+        tried = list[tuple[float, int, Mapping[str, Any]]]()
         for way in contender.ways:
             found = self._results.find("way", contender=contender.name, choice=way)
             if not found:
                 log(f"tuning: {contender.name}, {way}")
-                reached, _ = self._rival(LEARNING, contender, way, _TUNING_SEED, self._limits.steps)
+                reached, _ = self._rival(LEARNING, contender, dict(way), _TUNING_SEED, self._limits.steps)
                 curve = curve_document(reached)
                 found = [self._results.add("way", contender=contender.name, choice=way, curve=curve)]
             tried.append((self._effort(curve_of(found[-1])), len(tried), way))
@@ -110,7 +109,7 @@ class Race:
         """The shape with the fastest step in a setting."""
         if len(contender.shapes) == 1 or not self._limits.is_tuned:
             return dict(contender.shapes[0])
-        tried = []
+        tried = list[tuple[float, int, Mapping[str, Any]]]()
         for shape in contender.shapes:
             keys = {"setting": setting.name, "contender": contender.name, "choice": shape}
             found = self._results.find("shape", **keys)
@@ -177,8 +176,8 @@ class Race:
         if not found:
             log(f"planning: {contender.name}")
             order = self._order_of_ours(choice, _TUNING_SEED, str(place.folder))
-            document = ours.plan(place, order, self._scratch)
-            found = [self._results.add("plan", **keys, document=document)]
+            made = ours.plan(place, order, self._scratch)
+            found = [self._results.add("plan", **keys, document=made)]
         document: Mapping[str, Any] = found[-1]["document"]
         return document
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.paced import PacedNorm, awake
+from benchmarks.common.paced import awake, pace
 from benchmarks.delay_study.task import BYTES, text
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.weights import materialize
@@ -36,8 +36,7 @@ def forward_s() -> float:
 def model() -> tuple[nn.Module, dict[str, Tensor]]:
     """For `model.source`."""
     made = GPT(CONFIG)
-    for layer in made.layers:
-        layer.attention_norm = PacedNorm(layer.attention_norm, forward_s())
+    pace(made, forward_s())
     ids = torch.zeros(2, CONFIG.context, dtype=torch.int64)
     return made, {"input_ids": ids, "labels": ids.clone()}
 
