@@ -68,7 +68,7 @@ class Race:
             self._run_ours(setting, contender, {**choice, **contender.shapes[0]}, seed)
             return
         choice = {**choice, **self._shape(setting, contender, choice)}
-        reached, about = self._rival(setting, contender, choice, seed, self._limits.steps)
+        reached, about = self._rival(setting, contender, choice, seed, 2 * self._limits.steps)
         self._add(keys, seed, choice, "", reached, about)
 
     def _add(
