@@ -236,7 +236,7 @@ class _Machine:
         self._address = f"10.0.{rank.replica // 250}.{rank.replica % 250 + 1} {40000 + rank.life}"
         self._at, self._wants, self._healed = RoundAt(), 0, None if world.has_counted else 0
         self._word: CoordinatorReply | None = None
-        self._number, self._said_s = 0, 0.0
+        self._number, self._said_s, self._said_epoch = 0, 0.0, 0
         self._is_empty = world.has_counted
         self._started_s = self._healed_s = 0.0
         self._begun: set[object] = set()
@@ -258,7 +258,7 @@ class _Machine:
 
     def _say(self) -> None:
         self._number, self._said_s = self._number + 1, self._world.now_s
-        epoch = 0 if self._word is None else self._word.epoch
+        epoch = self._said_epoch = 0 if self._word is None else self._word.epoch
         self._world.tell(
             Report(
                 self.rank,
@@ -276,7 +276,7 @@ class _Machine:
         """Take a reply, and do what it asks for."""
         if not self.is_there or (self._word is not None and word.place <= self._word.place):
             return
-        is_new_epoch = self._word is None or word.epoch != self._word.epoch
+        is_new_epoch = self._said_epoch != word.epoch and word.is_confirmed_at_once((self._at,))
         self._word, before = word, (self._at, self._wants, self._healed)
         self._follow(word)
         if is_new_epoch or before != (self._at, self._wants, self._healed):

@@ -238,7 +238,7 @@ class SimulatedRank:
         self.healed: int | None = None
         self.wants = 0
         self.kept = Kept()
-        self._number = 0
+        self._number = self._epoch = 0
         self._host = self._link = 0
         self._heard_s = world.now_s
         self._has_word = True
@@ -270,7 +270,7 @@ class SimulatedRank:
 
     def _say(self) -> None:
         self._number += 1
-        epoch = 0 if self.word is None else self.word.epoch
+        epoch = self._epoch = 0 if self.word is None else self.word.epoch
         report = Report(
             self.rank,
             self._number,
@@ -299,7 +299,7 @@ class SimulatedRank:
             if self.word is None or word.place >= self.word.place:
                 self.world.kill(self.rank.replica, is_told=True)
             return
-        is_new = self.word is None or word.epoch != self.word.epoch
+        is_new = self._epoch != word.epoch and word.is_confirmed_at_once((self.at,))
         if word == self.word:
             self._heard_s = self.world.now_s
         known = self.known.with_word(word)

@@ -8,7 +8,7 @@ from bireme.sync.coordinator.committing import committed_rounds, with_heals
 from bireme.sync.coordinator.coordinator import begun, step
 from bireme.sync.coordinator.messages import Absence, Heal, Incarnation, Member, RankId, Report, RoundAt
 from bireme.sync.coordinator.samples import Dealing
-from bireme.sync.coordinator.state import CoordinatorState, Ended, Heard
+from bireme.sync.coordinator.state import CoordinatorState, Ended, Heard, HeardRanks
 from tests.support.coordinated import settings_for
 
 
@@ -20,7 +20,9 @@ def two_members(committed: Sequence[int]) -> CoordinatorState:
         rank = RankId(replica, 0, 0)
         heard[rank] = Heard(Report(rank, 1, 1, "there", rounds=(RoundAt(committed=number),)), 0.0)
     members = tuple(Member(replica, 0, ("there",)) for replica in range(2))
-    membership = replace(state.membership, epoch=1, members=members, is_installed=True, heard=heard)
+    membership = replace(
+        state.membership, epoch=1, members=members, is_installed=True, heard=HeardRanks(heard)
+    )
     return replace(state, membership=membership, lines=(replace(state.lines[0], committed=9),))
 
 

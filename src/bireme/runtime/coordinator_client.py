@@ -333,8 +333,8 @@ class CoordinatorClient:
             known = self._known.with_word(word)
             if known is not None:
                 self._known, self._has_word = known, True
-                # The coordinator waits for this rank to confirm an epoch.
-                self._is_due = self._is_due or last.epoch != word.epoch
+                is_new = self._report.epoch != word.epoch
+                self._is_due |= is_new and word.is_confirmed_at_once(self._report.rounds)
             elif word.place == last.place:
                 self._has_word = True  # the connection is a new one, the coordinator is not
             if known is None and self._farewell is None:

@@ -4,7 +4,6 @@ next batches have. Each function gives the state with what follows from it.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 from bireme.sync.coordinator.messages import (
     TERM,
@@ -16,6 +15,7 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Report,
     SumSource,
+    changed,
 )
 from bireme.sync.coordinator.samples import Began, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
@@ -45,21 +45,29 @@ def with_beginning(state: CoordinatorState, now_s: float) -> CoordinatorState:
     membership, settings = state.membership, state.settings
     if membership.members or membership.voters:
         return state
-    are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
-    are_few = len(membership.heard) < settings.num_replicas * settings.num_stages
-    if state.first_heard_s is not None and are_few and not are_late:
+    if is_waiting_to_begin(state, now_s):
         return state
+    are_late = state.first_heard_s is not None and now_s >= state.first_heard_s + settings.lease_s
     lives = heard_replicas(membership, now_s - settings.lease_s)
     lives = [one for one in lives if not membership.is_empty(one)]
     if lives and state.first_heard_s is None:
-        state = replace(state, first_heard_s=now_s)
+        state = changed(state, first_heard_s=now_s)
     are_enough = are_late and 2 * len(lives) > settings.num_replicas and not membership.is_strict
     if len(lives) < settings.num_replicas and not are_enough:
         return state
     voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
     begun = membership.begun([_as_member(membership, life) for life in lives])
-    state = replace(state, membership=replace(begun, voters=tuple(voters)))
+    state = changed(state, membership=changed(begun, voters=tuple(voters)))
     return with_start(state, begun.epoch, settings.first)
+
+
+def is_waiting_to_begin(state: CoordinatorState, now_s: float) -> bool:
+    """Whether nothing follows from reports, because the first epoch waits for more replicas."""
+    membership, settings = state.membership, state.settings
+    if membership.members or membership.voters or state.first_heard_s is None:
+        return False
+    are_few = len(membership.heard) < settings.num_replicas * settings.num_stages
+    return are_few and now_s < state.first_heard_s + settings.lease_s
 
 
 def with_start(state: CoordinatorState, epoch: int, batch: int) -> CoordinatorState:
@@ -67,7 +75,7 @@ def with_start(state: CoordinatorState, epoch: int, batch: int) -> CoordinatorSt
     pool, settings = state.pool, state.settings
     mode = str(settings.mode) if settings.averages else ""  # lines of all replicas name none
     line = Began(epoch, batch, settings.num_samples, pool.fresh, pool.open, mode)
-    return replace(state, ledger=(*state.ledger, line))
+    return changed(state, ledger=(*state.ledger, line))
 
 
 def is_lost(state: CoordinatorState) -> bool:
@@ -87,9 +95,9 @@ def _counts(state: CoordinatorState) -> bool:
 def _anew(state: CoordinatorState) -> CoordinatorState:
     """As before the first epoch, but for what is known of incarnations."""
     settings = state.settings
-    return replace(
+    return changed(
         state.without_grants(),
-        membership=replace(state.membership, members=(), voters=(), is_installed=False),
+        membership=changed(state.membership, members=(), voters=(), is_installed=False),
         pool=Pool(settings.fresh, settings.waiting),
         dealing=Dealing(settings.batch_size, settings.limits),
         heals=(),
@@ -126,9 +134,9 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     for one in leaving:
         membership = membership.with_over(one.own_life)
     if not left or not membership.can_be(left):
-        return replace(state, membership=membership)
+        return changed(state, membership=membership)
     state, gone = state.with_dropped(membership, lost, leaving), {one.replica for one in lost}
-    return replace(
+    return changed(
         state.in_epoch(state.membership, left).with_returned(gone),
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
         ends=tuple(one for one in state.ends if one.replica not in gone),
@@ -171,7 +179,7 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
             batch = state.first_undealt(donor)
         addresses = tuple(one.address for one in membership.reports(life))
         kept[life.replica] = Heal(life.replica, donor, batch, addresses)
-    return replace(state, heals=tuple(kept.values()))
+    return changed(state, heals=tuple(kept.values()))
 
 
 def with_entries(state: CoordinatorState) -> CoordinatorState:
@@ -184,16 +192,16 @@ def with_entries(state: CoordinatorState) -> CoordinatorState:
     for heal in state.heals:
         life = _newest_life(membership, heal.replica)
         if heal.first is None and life is not None and goes_on(state, heal, life):
-            heal = replace(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
+            heal = changed(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
         if life is None or heal.first is None or not goes_on(state, heal, life):
             heals.append(heal)
         else:
-            entering.append(replace(_as_member(membership, life), first=heal.first))
+            entering.append(changed(_as_member(membership, life), first=heal.first))
     if tuple(heals) == state.heals:
         return state
-    state = replace(state, heals=tuple(heals))
+    state = changed(state, heals=tuple(heals))
     if not is_quorum:
-        state = replace(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
+        state = changed(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
     return state.in_epoch(membership, [*membership.members, *entering]) if entering else state
 
 
@@ -258,11 +266,14 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
     if grant is not None:
         there = {one.replica for one in grant.parts}
         parts = [membership.reports(one) for one in membership.members if one.replica in there]
-        if all(is_summed(grant, one) for one in parts):
+        for reports in parts:
+            if not is_summed(grant, reports):
+                break
+        else:
             return with_commit(state, grant)
         if not any(is_broken(grant, one) for one in parts):
             return state
-        line = replace(line, grant=None, broken_s=now_s)
+        line = changed(line, grant=None, broken_s=now_s)
     if state.is_quorum and any(one.first is not None and one.first <= line.committed for one in state.heals):
         return state.with_line(line)
     is_of_means = state.is_of_means(line)
@@ -271,7 +282,7 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
         for one in membership.members
         if is_ready(line, reports := membership.reports(one))
         and membership.are_of_epoch(reports)
-        and membership.is_heard(one, line.broken_s)
+        and (not line.broken_s or membership.is_heard(one, line.broken_s))
         and (is_of_means or state.is_quorum or _are_in_window(state, reports))
     }
     if state.settings.mode is SyncMode.DILOCO and not is_of_means and not any(ready.values()):
@@ -314,7 +325,7 @@ def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
     """After a round was committed: its samples count, and those of the others wait to be assigned again."""
     line = state.lines[grant.line]
     commit = Commit(grant.line, grant.round, grant.attempt, grant.parts)
-    state = replace(state.with_line(line.after_commit()), commits=(*state.commits, commit))
+    state = changed(state.with_line(line.after_commit()), commits=(*state.commits, commit))
     if state.is_quorum:
         return _with_batch(state, grant)
     parts = range(num_parts_of(state)) if state.is_of_means(line) else (grant.line,)
@@ -323,7 +334,7 @@ def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
         for one in grant.parts
         for part in parts
     }
-    return with_trained(replace(state, trained=state.trained | trained))
+    return with_trained(changed(state, trained=state.trained | trained))
 
 
 def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
@@ -332,11 +343,11 @@ def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
     late = {one for one in others if (one, batch) in pool.deals}
     for one in others:
         pool = pool.with_returned(one, below=batch + 1)
-    state = replace(state, pool=pool).with_counted(batch, grant.attempt % TERM, replicas)
+    state = changed(state, pool=pool).with_counted(batch, grant.attempt % TERM, replicas)
     busy = {one: max((at.busy_s for at in state.places(one, grant.line)), default=0.0) for one in replicas}
     counts = {one.replica: one.num_samples for one in grant.parts}
     dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
-    return replace(state, dealing=dealing.with_late(batch, late, takes_effect=state.dealt))
+    return changed(state, dealing=dealing.with_late(batch, late, takes_effect=state.dealt))
 
 
 def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:
@@ -355,7 +366,7 @@ def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     while state.dealt < max((r.wants for one in state.contributors for r in state.reports(one)), default=0):
         dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
         pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
-        state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
+        state = changed(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
     return state
 
 
@@ -371,7 +382,7 @@ def with_sources(state: CoordinatorState) -> CoordinatorState:
         for one in state.commits
         if one.round < state.lines[one.line].committed and one.round >= lowest[one.line]
     )
-    return state if commits == state.commits else replace(state, commits=commits)
+    return state if commits == state.commits else changed(state, commits=commits)
 
 
 def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> list[int]:
@@ -381,18 +392,20 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
     needs = dict.fromkeys(state.membership.replicas, 0) | heals
     found = []
     for line in state.lines:
-        lowest = dict[int, int]()
-        for rank, each in state.membership.heard.items():
-            committed = each.report.at(line.number).committed
-            lowest[rank.replica] = min(committed, lowest.get(rank.replica, committed))
-        numbers = (max(least, lowest.get(one, 0)) for one, least in needs.items())
+        numbers = (num_rounds(state, one, line.number, least) for one, least in needs.items())
         found.append(min(numbers, default=line.committed))
     return found
 
 
 def num_rounds(state: CoordinatorState, replica: int, line: int, least: int) -> int:
     """How many rounds of a line a replica has; who heals needs none of the first ones."""
-    return max(least, min([one.at(line).committed for one in state.reports(replica)], default=0))
+    reports = state.reports(replica)
+    if not reports:
+        return least
+    lowest = reports[0].at(line).committed
+    for one in reports:
+        lowest = min(lowest, one.at(line).committed)
+    return max(least, lowest)
 
 
 def _sourced(state: CoordinatorState, commit: Commit) -> Commit:
@@ -413,7 +426,7 @@ def _sourced(state: CoordinatorState, commit: Commit) -> Commit:
             sources.append(SumSource(target, source))
     late = [one for one in state.heals if one.batch <= commit.round or not state.is_quorum]
     sources += [SumSource(one.replica, one.donor) for one in late]
-    return replace(commit, sources=tuple(sources))
+    return changed(commit, sources=tuple(sources))
 
 
 def _has(state: CoordinatorState, replica: int, commit: Commit) -> bool:

@@ -7,7 +7,7 @@ report that comes twice changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
@@ -16,6 +16,7 @@ from bireme.sync.coordinator.committing import (
     committed_rounds,
     goes_on,
     is_lost,
+    is_waiting_to_begin,
     num_rounds,
     quorum_of,
     with_beginning,
@@ -42,6 +43,7 @@ from bireme.sync.coordinator.messages import (
     GroupReply,
     RankId,
     Report,
+    changed,
     joint,
 )
 from bireme.sync.coordinator.samples import Began, CoordinatorSettings, Dealing, Pool, SyncMode
@@ -64,11 +66,11 @@ def _with_groups(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the groups that the last reports of all members lead to."""
     members, settings = frozenset(state.membership.replicas), state.settings
     groups = state.groups or groups_begun(settings.groups, settings.num_formers, members)
-    state, gone = replace(state, groups=groups), groups.members - members
+    state, gone = changed(state, groups=groups), groups.members - members
     if groups.members != members:
         state = _with_event(state, GroupMembers(members), now_s)
         words = {key: word for key, word in state.group_words.items() if key[1] not in gone}
-        state = replace(state, group_words=words, paces=state.paces.without(gone))
+        state = changed(state, group_words=words, paces=state.paces.without(gone))
     for _, heard in sorted(state.membership.heard.items()):
         state = _with_group_of(state, heard.report, now_s)
     return with_trained(_with_event(state, None, now_s))
@@ -85,7 +87,7 @@ def _with_group_of(state: CoordinatorState, report: Report, now_s: float) -> Coo
         return state
     assert state.groups is not None, "with_groups makes it"
     if at.arrived is not None and not state.groups.has_come(stage, replica, at.arrived):
-        state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
+        state = changed(state, paces=state.paces.with_arrival(stage, replica, now_s))
         arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
         state = _with_event(state, arrived, now_s)
     word = state.group_words.get((stage, replica))
@@ -101,7 +103,7 @@ def _with_group_of(state: CoordinatorState, report: Report, now_s: float) -> Coo
     has_drained = at.is_drained and all(one.number >= state.lines[-1].committed for one in windows)
     if has_drained == is_present:
         if has_drained:
-            state = replace(state, paces=state.paces.idle(stage, replica))
+            state = changed(state, paces=state.paces.idle(stage, replica))
         state = _with_event(state, Drained(stage, replica, has_drained), now_s)
     return state
 
@@ -110,7 +112,7 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
     assert state.groups is not None, "with_groups makes it"
     groups, new = groups_step(state.groups, event, now_s)
     if not new:
-        return state if groups is state.groups else replace(state, groups=groups)
+        return state if groups is state.groups else changed(state, groups=groups)
     words, trained = dict(state.group_words), dict(state.trained)
     for group in new:
         reply = GroupReply(group.number, group.attempt, group.members, is_settled=group.is_settled)
@@ -120,7 +122,7 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
             words[group.stage, one.replica] = reply
             if group.is_settled and is_shared:
                 trained[one.replica, group.stage] = one.batch + 1
-    return replace(state, groups=groups, group_words=words, trained=trained)
+    return changed(state, groups=groups, group_words=words, trained=trained)
 
 
 # Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
@@ -135,9 +137,9 @@ def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> 
     that is too long ago.
     """
     if not state.settings.timeout_s or not _all_wait(state):
-        return replace(state, still_s=None)
+        return changed(state, still_s=None)
     if is_news or state.still_s is None:
-        return replace(state, still_s=now_s)
+        return changed(state, still_s=now_s)
     if state.standstill or now_s < state.still_s + _still_limit_s(state):
         return state
     waits: dict[str, list[str]] = {}
@@ -149,7 +151,7 @@ def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> 
         f"All replicas wait for each other, and nothing has happened for {_still_limit_s(state):g} s: "
         f"{what}. This is a bug in Bireme: please report it."
     )
-    return replace(state, standstill=sentence)
+    return changed(state, standstill=sentence)
 
 
 def _still_limit_s(state: CoordinatorState) -> float:
@@ -191,22 +193,26 @@ def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
 
 def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep:
     """What follows from an event at that time."""
-    state = before = replace(state, ledger=()) if state.ledger else state
+    state = before = changed(state, ledger=()) if state.ledger else state
     if isinstance(event, Ended):
-        state = replace(state, membership=state.membership.with_over(event.life))
+        state = changed(state, membership=state.membership.with_over(event.life))
     elif isinstance(event, Report):
         last = _last_of(state, event, now_s)
-        state = replace(state, membership=state.membership.with_report(event, now_s))
-        quiet = None if last is None else _without_more(state, event, last, now_s)
+        state = changed(state, membership=state.membership.with_report(event, now_s))
+        if last is not None:
+            quiet = _without_more(state, event, last, now_s)
+        else:
+            is_quiet = state.word is not None and not event.is_empty and is_waiting_to_begin(state, now_s)
+            quiet = state if is_quiet else None
         if quiet is not None:
             return CoordinatorStep(quiet, tuple(_words(quiet, quiet.word, [event.rank])))
         if last is not None and _is_of_groups(state, event, last):
             state = with_trained(_with_group_of(state, event, now_s))
             return _told(before, with_deals(state, now_s), event, now_s, is_of_groups=True)
         if is_behind(state, event) and state.membership.is_installed:  # it can take no word from here
-            state = replace(state, membership=state.membership.without(event.rank.own_life))
+            state = changed(state, membership=state.membership.without(event.rank.own_life))
     state = _settled(state, now_s)
-    state = replace(
+    state = changed(
         state,
         settled_s=now_s,
         silence_s=_silence_s(state, now_s),
@@ -239,7 +245,7 @@ def _without_more(
         return None
     if _rest_of(report) != _rest_of(last):
         return None
-    membership, life, num_to_confirm = state.membership, report.rank.own_life, state.num_to_confirm
+    membership, life, num_to_confirm = state.membership, report.rank, state.num_to_confirm
     if membership.is_installed:
         heal = next((one for one in state.heals if one.replica == life.replica), None)
         is_entering = heal is None or goes_on(state, heal, life)
@@ -273,8 +279,8 @@ def _without_more(
         lacking = lacking if at is None else at
     if line is state.lines[0] and num_to_confirm == state.num_to_confirm:
         awaited = place, summing, lacking
-        return state if awaited == state.awaited else replace(state, awaited=awaited)
-    return replace(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
+        return state if awaited == state.awaited else changed(state, awaited=awaited)
+    return changed(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
 
 
 def _with_ready(
@@ -285,7 +291,7 @@ def _with_ready(
     """
     membership, settings = state.membership, state.settings
     is_due = any(one.first is not None and one.first <= line.committed for one in state.heals)
-    is_there = membership.is_heard(rank.own_life, line.broken_s)
+    is_there = membership.is_heard(rank, line.broken_s)
     if not line.ready or rank.replica in line.ready or is_due or not is_there or settings.grace_s <= 0:
         return None
     ready, place = line.ready | {rank.replica}, state.awaited[0]
@@ -299,7 +305,7 @@ def _with_ready(
         if found is None:
             return None
         place = found
-    return replace(line, ready=ready, since_s=now_s), place
+    return changed(line, ready=ready, since_s=now_s), place
 
 
 _Item = TypeVar("_Item")
@@ -350,18 +356,23 @@ def _told(
     is_news, told = is_of_all or _of_replicas(state) != _of_replicas(before), set[RankId]()
     if is_of_all or (is_news and state.is_quorum):
         told = {*before.membership.heard, *state.membership.heard}  # also whoever is let go
+        if state.has_many and _pressing(state) == _pressing(before):
+            touched = _touched(before, state)
+            told = {rank for rank in told if rank.replica in touched}
     elif is_news:
         told = _concerned(before, state)
     state = _with_stillness(state, now_s, is_news=is_news)
     if state.standstill != before.standstill:
         is_news, told = True, set(state.membership.heard)
     if is_news:
-        state = replace(state, number=state.number + 1)
+        state = changed(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
-    is_same = state.is_quorum and not is_news and before.word is not None
-    word = replace(before.word, kept=_kept(state)) if is_same and before.word is not None else _word(state)
-    state = replace(state, word=word)
+    if state.is_quorum and not is_news and before.word is not None:
+        word = changed(before.word, kept=_kept(state))
+    else:
+        word = _word(state, before)
+    state = changed(state, word=word)
     words = tuple(_words(state, word, sorted(told, key=attrgetter("replica", "life", "stage"))))
     # If this is the only machine, lines must survive it. Where replicas average weights the run then goes on
     # from a checkpoint, which is of a mean over all replicas.
@@ -375,9 +386,9 @@ def _is_of_groups(state: CoordinatorState, report: Report, last: Report) -> bool
     which samples it wants. That is most of what is said in `groups`, and nothing else can follow from it.
     """
     membership = state.membership
-    if state.groups is None or not membership.is_installed or not membership.member(report.rank.own_life):
+    if state.groups is None or not membership.is_installed or not membership.member(report.rank):
         return False
-    return replace(report, number=last.number, group=last.group, wants=last.wants) == last
+    return changed(report, number=last.number, group=last.group, wants=last.wants) == last
 
 
 def _last_of(state: CoordinatorState, report: Report, now_s: float) -> Report | None:
@@ -439,13 +450,13 @@ def _words(
             places = dict(enumerate(known))
             lacks = (one for one in state.commits if one.round >= places.get(one.line, 0))
             made[known] = tuple(islice(lacks, _MOST_COMMITS)) if membership.is_installed else ()
-            common[known] = replace(word, commits=made[known]) if made[known] != word.commits else word
+            common[known] = changed(word, commits=made[known]) if made[known] != word.commits else word
         group = state.group_words.get((state.settings.former_of(rank.stage), rank.replica))
-        is_dropped, is_donor = membership.is_over(rank.own_life), rank.replica in donors
+        is_dropped, is_donor = membership.is_over(rank), rank.replica in donors
         own = common[known]
         if group is not None or is_dropped or is_donor:
             kept = _kept(state, rank.replica) if is_donor else own.kept
-            own = replace(own, group=group, is_dropped=is_dropped, kept=kept)
+            own = changed(own, group=group, is_dropped=is_dropped, kept=kept)
         yield rank, own
 
 
@@ -454,9 +465,17 @@ def _kept(state: CoordinatorState, donor: int = _NO_REPLICA) -> tuple[int, ...]:
     return tuple(committed_rounds(state, donor=donor))
 
 
-def _word(state: CoordinatorState) -> CoordinatorReply:
-    """What holds for all ranks, with the first commits."""
+def _word(state: CoordinatorState, before: CoordinatorState | None = None) -> CoordinatorReply:
+    """What holds for all ranks, with the first commits. Long lists that are as `before` are not made anew."""
     membership = state.membership
+    last = None if before is None else before.word
+    voters = deals = None
+    if before is not None and last is not None:
+        voters = last.voters if before.membership.voters is membership.voters else None
+        deals = last.deals if before.pool.deals is state.pool.deals else None
+    if voters is None:
+        by_number = attrgetter("replica", "life")
+        voters = tuple(tuple(sorted(own, key=by_number)) for own in membership.voters)
     return CoordinatorReply(
         epoch=membership.epoch,
         number=state.number,
@@ -464,12 +483,12 @@ def _word(state: CoordinatorState) -> CoordinatorReply:
         kept=_kept(state),
         members=membership.members,
         gone=state.gone,
-        voters=tuple(tuple(sorted(own, key=attrgetter("replica", "life"))) for own in membership.voters),
+        voters=voters,
         is_installed=membership.is_installed,
         after=state.after,
         grants=tuple(line.grant for line in state.lines if line.grant is not None),
         commits=state.commits[:_MOST_COMMITS] if membership.is_installed else (),
-        deals=state.pool.listed(),
+        deals=state.pool.listed() if deals is None else deals,
         ends=state.ends,
         progress=progress_of(state),
         waiting=state.pool.waiting,
@@ -486,9 +505,9 @@ def _settled(state: CoordinatorState, now_s: float) -> CoordinatorState:
     while True:
         before = picture
         state = without_lost(with_beginning(state, now_s), now_s)
-        state = replace(state, membership=state.membership.installed())
+        state = changed(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
-        if state.membership.is_installed:
+        if state.membership.is_installed or state.has_many:
             state = with_entries(state)
         if state.membership.is_installed:
             if state.settings.mode is SyncMode.GROUPS:
@@ -521,6 +540,23 @@ def _of_one(state: CoordinatorState, replica: int) -> tuple[object, ...]:
         [one for one in state.ends if one.replica == replica],
         {key: word for key, word in state.group_words.items() if key[1] == replica},
     )
+
+
+def _pressing(state: CoordinatorState) -> tuple[object, ...]:
+    """The news of all that ranks wait for in `quorum`."""
+    return tuple((line.committed, line.grant) for line in state.lines), state.dealt, is_lost(state)
+
+
+def _touched(before: CoordinatorState, state: CoordinatorState) -> set[int]:
+    """The replicas that enter, leave or heal, the donors, and those that get a committed sum from another."""
+    heals = {*before.heals} ^ {*state.heals}
+    commits = {*before.commits} ^ {*state.commits}
+    return {
+        *(one.replica for one in {*before.membership.members} ^ {*state.membership.members}),
+        *(one.replica for one in before.membership.dropped ^ state.membership.dropped),
+        *(replica for one in heals for replica in (one.replica, one.donor)),
+        *(to.target for one in commits for to in one.sources),
+    }
 
 
 def _of_all(state: CoordinatorState) -> tuple[object, ...]:

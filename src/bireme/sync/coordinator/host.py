@@ -6,7 +6,7 @@ many members are out of reach that others may have taken up. Then it waits like 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from bireme.sync.coordinator.committing import is_cut_off, with_commit, with_start
@@ -22,6 +22,7 @@ from bireme.sync.coordinator.messages import (
     Incarnation,
     RankId,
     Report,
+    changed,
     joint,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Pool, SyncMode
@@ -31,6 +32,7 @@ from bireme.sync.coordinator.state import (
     Ended,
     Event,
     Heard,
+    HeardRanks,
     Membership,
     Tick,
     heard_replicas,
@@ -67,16 +69,16 @@ def _with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]
         group = _group_of(reports, member)
         counts = group is not None and _may_count(group, former, heard)
         if group is not None and counts:
-            words[former, replica] = replace(group, is_settled=True)
+            words[former, replica] = changed(group, is_settled=True)
             if len(group.members) > 1:
                 before = trained.get((replica, former), 0)
                 trained[replica, former] = max(before, member.batch + 1)
         latest[former][replica] = member.batch - (not counts)
     told = [_last(one) for reports in heard.values() for one in reports]
     numbers = [group.number for group in told if group is not None]
-    formers = tuple(replace(former, latest=own) for former, own in zip(groups.formers, latest, strict=True))
-    groups = replace(groups, formers=formers, num_groups=max(numbers, default=-1) + 1)
-    return replace(state, groups=groups, group_words=words, trained=trained)
+    formers = tuple(changed(former, latest=own) for former, own in zip(groups.formers, latest, strict=True))
+    groups = changed(groups, formers=formers, num_groups=max(numbers, default=-1) + 1)
+    return changed(state, groups=groups, group_words=words, trained=trained)
 
 
 def _last(report: Report) -> GroupReply | None:
@@ -185,7 +187,7 @@ def taken_up(
         last.members,
         tuple(sets),
         is_strict=recorded is None and candidate.num_candidates > 1,
-        heard=dict(heard),
+        heard=HeardRanks(heard),
     )
     for life in (*ended, *(Incarnation(rank.replica, rank.life - 1) for rank in heard)):
         there = there.with_over(life)
@@ -198,21 +200,21 @@ def taken_up(
         left = {one.own_life for one in newest.members}
         callers = [one for one in callers if one.own_life in left]
     state = _state(settings, there, last, newest, {one.replica for one in callers}, term * TERM)
-    state = replace(state, commits=_commits(last, held, [each.report for each in heard.values()]))
+    state = changed(state, commits=_commits(last, held, [each.report for each in heard.values()]))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = settings.first if settings.averages else state.lines[0].committed
     epoch = term * TERM + 1
     state = with_start(state, epoch, first)
-    state = replace(state, membership=replace(state.membership, epoch=epoch))
+    state = changed(state, membership=changed(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers])
     if settings.mode is SyncMode.GROUPS:
         state = _with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
     state = state.with_returned({one for one, _ in state.pool.deals} - {one.replica for one in callers})
-    started = replace(state.membership, epoch=epoch - 1).begun(callers)
+    started = changed(state.membership, epoch=epoch - 1).begun(callers)
     lost = [one for one in last.members if one not in callers]
-    return CoordinatorStep(replace(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
+    return CoordinatorStep(changed(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
 
 
 def _fresh(
@@ -221,14 +223,14 @@ def _fresh(
     """The beginning, where the other coordinator ended before anything that a caller knows of: all replicas
     are there, in whatever incarnation.
     """
-    there = Membership(settings.num_stages, 0, heard=dict(heard))
+    there = Membership(settings.num_stages, 0, heard=HeardRanks(heard))
     for rank in heard:
         there = there.with_over(Incarnation(rank.replica, rank.life - 1))
     if len(heard_replicas(there, -inf)) < settings.num_replicas:
         return None
     state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
-    membership = replace(state.membership, heard=there.heard, over=there.over, is_strict=True)
-    return CoordinatorStep(replace(state, membership=membership))
+    membership = changed(state.membership, heard=there.heard, over=there.over, is_strict=True)
+    return CoordinatorStep(changed(state, membership=membership))
 
 
 def _state(
@@ -242,18 +244,18 @@ def _state(
     """What words say, as a state: what counted by the `last` word of an epoch in which anything may count.
     Where these replicas train batches of their own, what was assigned and who heals is by the `newest` word.
     """
-    state = replace(begun(settings), membership=membership)
+    state = changed(begun(settings), membership=membership)
     for line, committed in zip(state.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        line = replace(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
+        line = changed(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
         state = state.with_line(line)
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
     if not settings.averages:
         dealt = max([settings.first, *last.committed, *(batch + 1 for _, batch in deals)])
-        return replace(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
+        return changed(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
     own = {key: samples for key, samples in deals.items() if key[0] in replicas}
     told = own | {(one.replica, one.batch): one.samples for one in newest.deals}
-    return replace(
+    return changed(
         state,
         heals=tuple(one for one in newest.heals if one.donor in replicas),
         pool=Pool(newest.fresh, newest.waiting, told),
@@ -277,7 +279,7 @@ def _commits(
     """
     told = [one.last for report in reports for one in report.rounds if one.last is not None]
     known = [*told, *(one for word in held for one in word.commits)]
-    found = {(one.line, one.round): replace(one, sources=()) for one in known if one.attempt != _UNKNOWN}
+    found = {(one.line, one.round): changed(one, sources=()) for one in known if one.attempt != _UNKNOWN}
     for line, committed in enumerate(last.committed):
         places = [one.rounds[line].committed for one in reports if line < len(one.rounds)]
         for number in range(min(places, default=committed), committed):
@@ -348,12 +350,12 @@ def host_step(host: Host, event: Event, now_s: float) -> _HostStep:
     # knows more of their samples than they do.
     may_be_replaced = not host.settings.averages or host.candidate.num_candidates > 1
     if _is_replaced(host.state, event, now_s, may_be_replaced=may_be_replaced):
-        candidate = replace(host.candidate, recorded=None)
-        return _HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
+        candidate = changed(host.candidate, recorded=None)
+        return _HostStep(changed(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
     # What ranks are told another host may take up, which then reads the lines.
     is_lasting = done.is_lasting or host.candidate.num_candidates > 1
-    return _HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
+    return _HostStep(changed(host, state=done.state), done.words, done.lines, is_lasting)
 
 
 def _is_replaced(state: CoordinatorState, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
@@ -375,7 +377,7 @@ def _gathered(host: Host, event: Event, now_s: float) -> _HostStep:
             heard[event.rank] = Heard(event, now_s)
     ended = host.ended | {event.life} if isinstance(event, Ended) else host.ended
     heard = {rank: one for rank, one in heard.items() if rank.own_life not in ended}
-    host = replace(host, heard=heard, ended=ended, since_s=since_s)
+    host = changed(host, heard=heard, ended=ended, since_s=since_s)
     is_late = now_s >= host.since_s + _LATENESS * host.settings.lease_s
     taken = taken_up(host.settings, host.candidate, heard, ended=ended, is_late=is_late)
     if taken is None:
@@ -386,7 +388,7 @@ def _gathered(host: Host, event: Event, now_s: float) -> _HostStep:
 def _begun(host: Host, taken: CoordinatorStep, now_s: float) -> _HostStep:
     done = coordinator_step(taken.state, Tick(), now_s)
     state = done.state
-    candidate = replace(host.candidate, used=state.membership.epoch // TERM)
+    candidate = changed(host.candidate, used=state.membership.epoch // TERM)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(state.membership.heard))
-    host = replace(host, candidate=candidate, state=state, heard={}, ended=frozenset())
+    host = changed(host, candidate=candidate, state=state, heard={}, ended=frozenset())
     return _HostStep(host, words, (*taken.lines, *done.lines))

@@ -2,11 +2,14 @@
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from math import inf
 from operator import attrgetter
+from typing import Any
 
+from bireme.sync.coordinator import messages
 from bireme.sync.coordinator.groups import GroupState, Paces
 from bireme.sync.coordinator.messages import (
     Absence,
@@ -23,6 +26,7 @@ from bireme.sync.coordinator.messages import (
     Report,
     RoundAt,
     RoundPart,
+    changed,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool
 
@@ -53,6 +57,48 @@ class Heard:
     at_s: float
 
 
+class HeardRanks(Mapping[RankId, Heard]):
+    """The last report of each rank. It never changes: `with_one` gives the next mapping and copies only the
+    group that the rank is in. A copy of all would be most of what an event costs with many ranks.
+    """
+
+    __slots__ = ("_groups",)
+    _NUM_GROUPS = 64
+
+    def __init__(self, heard: Mapping[RankId, Heard] = {}) -> None:
+        groups: list[dict[RankId, Heard]] = [{} for _ in range(self._NUM_GROUPS)]
+        for rank, each in heard.items():
+            groups[rank.replica % self._NUM_GROUPS][rank] = each
+        self._groups = groups
+
+    def with_one(self, rank: RankId, each: Heard) -> "HeardRanks":
+        """With another last report of one rank."""
+        made, number = HeardRanks.__new__(HeardRanks), rank.replica % self._NUM_GROUPS
+        made._groups = self._groups.copy()
+        made._groups[number] = made._groups[number] | {rank: each}
+        return made
+
+    # The next three are slow in `Mapping`, which calls `__getitem__` for each rank.
+
+    def get(self, rank: RankId, default: Any = None) -> Any:  # noqa: D102
+        return self._groups[rank.replica % self._NUM_GROUPS].get(rank, default)
+
+    def items(self) -> Any:  # noqa: D102
+        return [one for group in self._groups for one in group.items()]
+
+    def values(self) -> Any:  # noqa: D102
+        return [each for group in self._groups for each in group.values()]
+
+    def __getitem__(self, rank: RankId) -> Heard:
+        return self._groups[rank.replica % self._NUM_GROUPS][rank]
+
+    def __iter__(self) -> Iterator[RankId]:
+        return chain.from_iterable(self._groups)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """The members of an epoch. `voters` are sets of incarnations, of each of which enough must confirm it: at
@@ -66,7 +112,7 @@ class Membership:
     is_strict: bool = False
     is_installed: bool = False
     """Whether enough of the voters have confirmed the epoch, so that things may count in it."""
-    heard: dict[RankId, Heard] = field(default_factory=dict)
+    heard: HeardRanks = field(default_factory=HeardRanks)
     over: dict[int, int] = field(default_factory=dict)
     """Of each replica the incarnations below this have ended."""
     dropped: frozenset[Incarnation] = frozenset()
@@ -76,43 +122,45 @@ class Membership:
         """After a report, unless it is late or of an incarnation that is over."""
         rank = report.rank
         last = self.heard.get(rank)
-        if self.is_over(rank.own_life) or (last is not None and last.report.number >= report.number):
+        if self.is_over(rank) or (last is not None and last.report.number >= report.number):
             return self
         found = self if last is not None else self.with_over(Incarnation(rank.replica, rank.life - 1))
         # Looking up an equal key that is another object takes several times as long.
         rank = _ranks_of(rank.replica, rank.life, self.num_stages)[rank.stage]
-        return replace(found, heard=found.heard | {rank: Heard(report, now_s)})
+        return changed(found, heard=found.heard.with_one(rank, Heard(report, now_s)))
 
     def without(self, life: Incarnation) -> "Membership":
         """After a silent incarnation was dropped: nothing that it says counts again."""
         heard = {rank: each for rank, each in self.heard.items() if rank.own_life != life}
-        return replace(self, heard=heard, dropped=self.dropped | {life})
+        return changed(self, heard=HeardRanks(heard), dropped=self.dropped | {life})
 
     def with_over(self, life: Incarnation) -> "Membership":
         """After an incarnation is known to have ended: it, and those before it, do not vote."""
         if life.life < self.over.get(life.replica, 0):
             return self
-        over = self.over | {life.replica: life.life + 1}
 
-        def goes_on(one: Incarnation) -> bool:
-            return one.life >= over.get(one.replica, 0)
+        def ends(one: Incarnation | RankId) -> bool:
+            return one.replica == life.replica and one.life <= life.life
 
-        return replace(
+        return changed(
             self,
-            over=over,
-            voters=tuple(frozenset(filter(goes_on, own)) for own in self.voters),
-            heard={rank: each for rank, each in self.heard.items() if goes_on(rank.own_life)},
+            over=self.over | {life.replica: life.life + 1},
+            voters=tuple(own.difference(filter(ends, own)) for own in self.voters),
+            heard=HeardRanks({rank: each for rank, each in self.heard.items() if not ends(rank)}),
         )
 
-    def is_over(self, life: Incarnation) -> bool:
+    def is_over(self, one: Incarnation | RankId | Member) -> bool:
         """Whether that incarnation has ended, or was dropped."""
-        return life in self.dropped or life.life < self.over.get(life.replica, 0)
+        if one.life < self.over.get(one.replica, 0):
+            return True
+        return bool(self.dropped) and Incarnation(one.replica, one.life) in self.dropped
 
-    def member(self, life: Incarnation) -> Member | None:
+    def member(self, life: Incarnation | RankId) -> Member | None:
         """The member that is this incarnation."""
         place = bisect_left(self.members, life.replica, key=attrgetter("replica"))
         found = self.members[place] if place < len(self.members) else None
-        return found if found is not None and found.own_life == life else None
+        is_it = found is not None and (found.replica, found.life) == (life.replica, life.life)
+        return found if is_it else None
 
     @property
     def have_ended(self) -> bool:
@@ -125,7 +173,7 @@ class Membership:
         """The members' numbers."""
         return tuple(one.replica for one in self.members)
 
-    def reports(self, life: Incarnation | Member) -> list[Report]:
+    def reports(self, life: Incarnation | RankId | Member) -> list[Report]:
         """The last reports of all ranks of an incarnation, stage by stage; none unless all were heard."""
         found = []
         for rank in _ranks_of(life.replica, life.life, self.num_stages):
@@ -135,7 +183,7 @@ class Membership:
             found.append(heard.report)
         return found
 
-    def is_heard(self, life: Incarnation | Member, since_s: float) -> bool:
+    def is_heard(self, life: Incarnation | RankId | Member, since_s: float) -> bool:
         """Whether all of its ranks have been heard since then, or have said that they will say no more."""
         for rank in _ranks_of(life.replica, life.life, self.num_stages):
             heard = self.heard.get(rank)
@@ -145,23 +193,32 @@ class Membership:
 
     def goes_on(self, life: Incarnation | Member, since_s: float) -> bool:
         """Whether all of its ranks were heard since then or have left, and not all of them have left."""
-        found = [self.heard.get(rank) for rank in _ranks_of(life.replica, life.life, self.num_stages)]
-        # In this order, because it is asked of all members, and nearly all were heard and have not left.
-        return any(one is not None and not one.report.is_leaving for one in found) and all(
-            one is not None and (one.at_s >= since_s or one.report.is_leaving) for one in found
-        )
+        have_left = True
+        for rank in _ranks_of(life.replica, life.life, self.num_stages):
+            heard = self.heard.get(rank)
+            if heard is None:
+                return False
+            if not heard.report.is_leaving:
+                if heard.at_s < since_s:
+                    return False
+                have_left = False
+        return not have_left
 
     def is_empty(self, life: Incarnation) -> bool:
         """Whether it has no weights to begin with."""
         return any(one.is_empty for one in self.reports(life))
 
-    def confirms(self, life: Incarnation | Member) -> bool:
+    def confirms(self, life: Incarnation | RankId | Member) -> bool:
         """Whether all ranks of an incarnation know this epoch."""
         return self.are_of_epoch(self.reports(life))
 
     def are_of_epoch(self, reports: Collection[Report]) -> bool:
         """Whether these ranks, if there are any, know this epoch."""
-        return bool(reports) and all(one.epoch == self.epoch for one in reports)
+        epoch = self.epoch
+        for one in reports:
+            if one.epoch != epoch:
+                return False
+        return bool(reports)
 
     def installed(self) -> "Membership":
         """With its members as the voters, once it is installed."""
@@ -170,7 +227,7 @@ class Membership:
         if not self._are_enough({one for own in self.voters for one in own if self.confirms(one)}):
             return self
         present = frozenset(one.own_life for one in self.members)
-        return replace(self, voters=(present,), is_strict=False, is_installed=True)
+        return changed(self, voters=(present,), is_strict=False, is_installed=True)
 
     @property
     def num_to_confirm(self) -> int:
@@ -190,7 +247,7 @@ class Membership:
     def begun(self, members: Collection[Member]) -> "Membership":
         """The next epoch."""
         ordered = tuple(sorted(members, key=attrgetter("replica")))
-        return replace(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
+        return changed(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
 
     def _are_enough(self, there: set[Incarnation]) -> bool:
         for own in self.voters:
@@ -377,19 +434,27 @@ class RoundSequence:
 
     def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
-        return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
+        return changed(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
 
 
 def is_ready(line: RoundSequence, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica have kept their contribution to the present round."""
-    places = [one.at(line.number) for one in reports]
-    return bool(places) and all(one.ready == line.committed == one.committed for one in places)
+    number, committed = line.number, line.committed
+    for report in reports:  # it is asked of all members
+        one = report.at(number)
+        if one.ready != committed or one.committed != committed:
+            return False
+    return bool(reports)
 
 
 def is_summed(grant: Grant, reports: Collection[Report]) -> bool:
     """Whether all ranks of a replica hold the sum of the attempt that is granted."""
-    places = [one.at(grant.line) for one in reports]
-    return bool(places) and all(one.summed == grant.round and one.attempt == grant.attempt for one in places)
+    number, wanted, attempt = grant.line, grant.round, grant.attempt
+    for report in reports:
+        one = report.at(number)
+        if one.summed != wanted or one.attempt != attempt:
+            return False
+    return bool(reports)
 
 
 def is_broken(grant: Grant, reports: Collection[Report]) -> bool:
@@ -414,7 +479,7 @@ def next_grant(
     of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
     if line.ready != ready.keys():
-        line = replace(line, ready=frozenset(ready), since_s=now_s)
+        line = changed(line, ready=frozenset(ready), since_s=now_s)
     if not ready:
         return line
     missing = set(contributors) - ready.keys()
@@ -424,7 +489,7 @@ def next_grant(
     number = max(line.attempts, attempts)
     parts = tuple(RoundPart(replica, num) for replica, num in sorted(ready.items()))
     grant = Grant(line.number, line.committed, line.first_attempt + number, parts)
-    return replace(line, grant=grant, attempts=number + 1)
+    return changed(line, grant=grant, attempts=number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +566,11 @@ class CoordinatorState:
         return not self.settings.averages
 
     @property
+    def has_many(self) -> bool:
+        """Whether news that no rank waits for goes with the next answer to each rank."""
+        return self.is_quorum and len(self.membership.members) > messages.MANY
+
+    @property
     def contributors(self) -> tuple[int, ...]:
         """The replicas that train the next batch that is assigned."""
         entering = [one.replica for one in self.heals if one.first is not None and one.first <= self.dealt]
@@ -525,15 +595,15 @@ class CoordinatorState:
 
     def with_line(self, line: RoundSequence) -> "CoordinatorState":
         """With another state of a line of rounds."""
-        return replace(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
+        return changed(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
 
     def in_epoch(self, membership: Membership, members: Collection[Member]) -> "CoordinatorState":
         """In the next epoch, with these members: what was granted in the one before is off."""
-        return replace(self.without_grants(), membership=membership.begun(members))
+        return changed(self.without_grants(), membership=membership.begun(members))
 
     def without_grants(self) -> "CoordinatorState":
         """With nothing granted."""
-        return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
+        return changed(self, lines=tuple(changed(one, grant=None) for one in self.lines))
 
     def first_undealt(self, replica: int) -> int:
         """The first of its own batches that was not assigned to a replica."""
@@ -556,7 +626,7 @@ class CoordinatorState:
         line = Committed(
             self.membership.epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned
         )
-        return replace(self, pool=pool, ledger=(*self.ledger, line))
+        return changed(self, pool=pool, ledger=(*self.ledger, line))
 
     def with_dropped(
         self, membership: Membership, lost: Iterable[Member], leaving: Collection[Member] = ()
@@ -568,18 +638,18 @@ class CoordinatorState:
         step = self.lines[0].committed if self.is_quorum else self.pool.fresh // self.settings.batch_size
         for one in lost:
             why = Absence.LEFT if one in leaving else Absence.ENDED
-            if not membership.is_over(one.own_life):
+            if not membership.is_over(one):
                 membership, why = membership.without(one.own_life), Absence.SILENT
             gone.pop(one.replica, None)
             gone[one.replica] = Gone(one.replica, one.life, step, why, next(iter(one.addresses), ""))
-        return replace(self, membership=membership, gone=tuple(gone.values()))
+        return changed(self, membership=membership, gone=tuple(gone.values()))
 
     def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
         """After all that was assigned to replicas has come back."""
         pool = self.pool
         for one in replicas:
             pool = pool.with_returned(one)
-        return replace(self, pool=pool)
+        return changed(self, pool=pool)
 
 
 @dataclass(frozen=True, slots=True)
