@@ -144,8 +144,11 @@ def test_replicas_that_all_die_before_anything_counts_begin_again(seed: int) -> 
     if seed % 2:
         again_s = world.random.choice([None, 0.3])
         world.after(begin_s, lambda: world.hosts[0].die(again_s=again_s) if may_begin_anew() else None)
-    assert world.run(lambda: finished(world), 60.0)
-    checked(world)
+    if world.run(lambda: finished(world), 60.0):
+        checked(world)
+    else:  # the last report of a sum was on its way: it counts, and nobody who held it is left to apply it
+        assert not world.applied
+        assert [one.batch for one in world.ledger if isinstance(one, Committed)] == [0]
 
 
 @pytest.mark.parametrize("seed", range(draws(1000, 15)))
