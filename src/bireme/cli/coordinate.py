@@ -37,8 +37,12 @@ def coordinate(
     ] = "",
     machines: Annotated[
         str,
-        typer.Option(metavar="N | A..B", help="Machines to wait for, with this one unless --no-devices."),
-    ] = "2",
+        typer.Option(
+            metavar="N | A..B",
+            help="Machines to wait for, with this one unless --no-devices; by default 2.",
+            show_default=False,
+        ),
+    ] = "",
     wait: Annotated[
         float | None,
         typer.Option(
@@ -51,6 +55,24 @@ def coordinate(
     no_devices: Annotated[
         bool, typer.Option("--no-devices", help="Take no part in the training with this machine.")
     ] = False,
+    deputy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A machine of the run that may coordinate it if this one is lost: a name or the beginning "
+            "of a key; repeatable. It gets this coordinator's key, so trust it.",
+            show_default=False,
+        ),
+    ] = None,
+    take_over: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Coordinate this run in the place of a coordinator that is lost and whose deputy this "
+            "machine is.",
+            show_default=False,
+        ),
+    ] = "",
     revoke: Annotated[
         str,
         typer.Option(
@@ -81,12 +103,22 @@ def coordinate(
     if revoke or admit:
         _change_list(revoke, admit)
         return
-    least, most = _counts(machines)
+    if take_over and (run_file or set_ or no_devices):
+        raise BiremeError("--take-over goes without a run file, --set and --no-devices: the run is known.")
+    least, most = _counts(machines or "2")
     if wait is not None and least == most:
         raise BiremeError("--wait is for a range of machines, such as --machines 2..4.")
-    if most == 1 and not no_devices:
+    if most == 1 and not (no_devices or take_over):
         raise BiremeError("--machines counts this machine too, so that none would join. Use bireme train.")
-    run, folder = _run_offer(run_file, set_ or [], as_json=as_json)
+    home, port, takes_part = None, PORT, not (no_devices or take_over)
+    if take_over:
+        from bireme.machines.handover import taken_over
+
+        handed, home = taken_over(take_over)
+        run, folder, port = handed.record.run, Path(handed.run), handed.record.port
+        least, most = (least, most) if machines else handed.machines
+    else:
+        run, folder = _run_offer(run_file, set_ or [], as_json=as_json)
 
     from bireme import __version__
     from bireme.machines.own_machine import MachineFacts, check_machine
@@ -94,17 +126,26 @@ def coordinate(
     from bireme.train.coordination import Coordination
 
     facts = MachineFacts.own(__version__)
-    if not no_devices:
+    if takes_part:
         refuse_failing(failures(list(check_machine(facts))))
 
     def out(stream: str, text: str) -> None:
         if stream == "err" or not as_json:
             typer.echo(text, err=stream == "err")
 
-    address = address_of(listen) if listen else (_own_host(), PORT)
+    address = address_of(listen) if listen else (_own_host(), port)
     wait_s = _WAIT_S if wait is None else wait
     coordination = Coordination(
-        run, folder, address, (least, most), wait_s, facts, out, takes_part=not no_devices
+        run,
+        folder,
+        address,
+        (least, most),
+        wait_s,
+        facts,
+        out,
+        takes_part=takes_part,
+        deputies=deputy or (),
+        home=home,
     )
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -145,7 +145,7 @@ class AdmissionList:
         return self._marked(word, is_revoked=False)
 
     def _marked(self, word: str, *, is_revoked: bool) -> "AdmissionList":
-        machines = [one for one in self.machines if one.name == word or one.public.startswith(word)]
+        machines = self.named(word)
         tokens = [one for one in self.tokens if one.digest.startswith(word)]
         if len(machines) + len(tokens) != 1 or not word:
             num = "no" if not machines + tokens else "more than one"
@@ -162,6 +162,10 @@ class AdmissionList:
                 replace(one, is_revoked=is_revoked) if one in tokens else one for one in self.tokens
             ),
         )
+
+    def named(self, word: str) -> list[AdmittedMachine]:
+        """The machines of that name, or whose keys begin so."""
+        return [one for one in self.machines if one.name == word or one.public.startswith(word)]
 
     def _machine(self, public: str) -> AdmittedMachine | None:
         return next((one for one in self.machines if one.public == public), None)
@@ -183,13 +187,20 @@ def change_admissions(path: Path, change: Callable[[AdmissionList], AdmissionLis
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # `lockf` would hold off other processes, and no thread of this one
         found = change(read_admissions(path))
-        write_text_atomically(path, dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n")
+        write_admissions(path, found)
     return found
 
 
-def admissions_path() -> Path:
-    """Where this machine keeps its list, which is one for all runs that this user coordinates here."""
-    return key_path().with_name("admitted.json")
+def write_admissions(path: Path, found: AdmissionList) -> None:
+    """Put the list into the file, whole."""
+    write_text_atomically(path, dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n")
+
+
+def admissions_path(home: Path | None = None) -> Path:
+    """Where this machine keeps its list, which is one for all runs that this user coordinates here; `home` is
+    the folder of the coordinator's key if that is another one.
+    """
+    return (home or key_path().parent) / "admitted.json"
 
 
 def issue_tokens(path: Path, coordinator: str, count: int, lifetime_s: float) -> list[AdmissionToken]:

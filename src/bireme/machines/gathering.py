@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bireme.errors import BiremeError
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
+from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, RequestLine, answer_check, opened
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
@@ -96,6 +97,10 @@ class Gathering:
         """Called with the number of the newest phase, and with the machines of the one that trains, before
         machines get orders for another phase.
         """
+        self.deputies: Sequence[str] = ()
+        """Names of machines, or beginnings of their keys."""
+        self.handover: Callable[[AdmissionList], str] = lambda _: ""
+        """Gives what such a machine needs to coordinate the run, with the present list of machines."""
 
     def take_up(self, newest: int, machines: Sequence[RecordedMachine]) -> None:
         """Go on with a run that a coordinator has left, with these machines in the phase that trains."""
@@ -274,6 +279,16 @@ class Gathering:
                 "status": self.status,
                 "addresses": [*addresses],
             }
+
+    def handover_to(self, public: str, digest: str) -> str:
+        """What a deputy lacks that has the handover of that digest; empty for other machines. A name that two
+        machines have names none.
+        """
+        for word in self.deputies:
+            if [one.public for one in self._newest_list().named(word)] == [public]:
+                found = self.handover(self._newest_list())
+                return found if found and digest_of_packed(found) != digest else ""
+        return ""
 
     def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
         if report.number >= one.phase:
@@ -455,7 +470,8 @@ class GatheringListener:
                 case "beat":
                     reports, lines = _read(_REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
                     leaves = bool(asked["leaves"])
-                    return gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
+                    found = gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
+                    return found | {"handover": gathering.handover_to(public, str(asked.get("handover", "")))}
                 case _:
                     gathering.leave(public, instance, returns=str(asked["returns"]))
         except BiremeError as refusal:

@@ -7,6 +7,7 @@ once the run has ended. It is believed only if all machines in it have orders of
 
 import hashlib
 import stat
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -64,6 +65,11 @@ class RunOffer:
     patience_s: float
     as_json: bool = False
     replans: bool = False
+
+
+def run_name(run: RunOffer) -> str:
+    """The name of a run, which its coordinator has put into the run file."""
+    return str(tomllib.loads(run.text)["log"]["name"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +167,24 @@ def read_record(path: Path, run: RunOffer) -> RunRecord | None:
     """
     if not path.exists():
         return None
-    anew = f"To begin the run anew, end `bireme join` on all its machines and remove {path}."
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BiremeError(f"Others can read {path}, which holds the key of a run. Run: chmod 600 {path}")
-    try:
-        found = read_dataclass(path, RunRecord, number=_FORMAT)
-    except BiremeError as error:
-        raise BiremeError(f"{error} {anew}") from None
+    found = read_record_at(path)
     if found.run != run:
         raise BiremeError(
             "This coordinator has left a run of that name which goes on with other settings. Type the same "
-            f"command as then, and it takes the run up. {anew}"
+            f"command as then, and it takes the run up. {_anew(path)}"
         )
     return found
+
+
+def read_record_at(path: Path) -> RunRecord:
+    """The record in a file. Raises a `BiremeError` if the file is not to be believed."""
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise BiremeError(f"Others can read {path}, which holds the key of a run. Run: chmod 600 {path}")
+    try:
+        return read_dataclass(path, RunRecord, number=_FORMAT)
+    except BiremeError as error:
+        raise BiremeError(f"{error} {_anew(path)}") from None
+
+
+def _anew(path: Path) -> str:
+    return f"To begin the run anew, end `bireme join` on all its machines and remove {path}."

@@ -26,10 +26,11 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
+from bireme.machines.handover import digest_of_packed, forget_handover, keep_handover
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.lending import DailyHours
 from bireme.machines.line import Address, MeasuredLine, RequestLine, call_coordinator, check_between
-from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders
+from bireme.machines.orders import MachineOffer, MachineOrders, ORDERS, run_name
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
 from bireme.train.joined_processes import JoinedProcesses
@@ -60,7 +61,10 @@ def known_coordinator(address: Address) -> str:
     """The public key of the coordinator there, if this machine has joined it before. Raises a `BiremeError`
     if not.
     """
-    found = _coordinators().get(_place(address))
+    known = _coordinators()
+    # A coordinator may have moved. One with another key is refused, so trying the only known key is safe.
+    keys = {key for key in known.values() if isinstance(key, str)}
+    found = known.get(_place(address), next(iter(keys)) if len(keys) == 1 else None)
     if not isinstance(found, str):
         raise BiremeError(
             f"This machine has not joined a coordinator at {_place(address)} before. Give the token that "
@@ -131,6 +135,8 @@ class Attendance:
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
         self._num_kills = 0
+        self._handover = ""
+        """The digest of what the coordinator has handed over to this machine."""
         self._keeper: KeeperProcess | None = None
         self._keeper_address: KeeperAddress | None = None
         self._keeper_is_there = threading.Event()
@@ -235,6 +241,8 @@ class Attendance:
                 self._follow(answer)
             is_idle = all(one.statuses() is not None for one in self._phases.values())
             if answer is not None and answer["is_over"] and is_idle:
+                if self._handover and self.orders is not None:
+                    forget_handover(run_name(self.orders.run))
                 if not answer["newest"]:
                     self._tell("The coordinator has ended before the run began.")
                     return 1
@@ -402,7 +410,14 @@ class Attendance:
                 return None
             reports = [asdict(one.report()) for one in self._phases.values()]
             leaves = self._leaves_s is not None
-            answer = self._ask("beat", port=self.offer.port, phases=reports, lines=lines, leaves=leaves)
+            answer = self._ask(
+                "beat",
+                port=self.offer.port,
+                phases=reports,
+                lines=lines,
+                leaves=leaves,
+                handover=self._handover,
+            )
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")
                 self._ask("offer", offer=asdict(self.offer))
@@ -419,8 +434,26 @@ class Attendance:
                 self._tell("The coordinator does not let this machine take part any more.")
             raise
         del self._lines[: len(lines)]
+        self._keep_handover(str(answer["handover"]))
         self._elsewhere = tuple(map(str, answer["addresses"]))
         return answer
+
+    def _keep_handover(self, text: str) -> None:
+        """Keep what this machine needs to coordinate the run, if it is the coordinator's deputy."""
+        if not text or self.orders is None:
+            return
+        run, is_first = run_name(self.orders.run), not self._handover
+        self._handover = digest_of_packed(text)
+        try:
+            keep_handover(run, text)
+        except BiremeError as error:
+            self._tell(str(error))
+        else:
+            if is_first:
+                self._tell(
+                    "This machine is a deputy. If the coordinator is lost for good, type here: "
+                    f"bireme coordinate --take-over {run}"
+                )
 
     def _hang_up(self) -> None:
         if self._line is not None:

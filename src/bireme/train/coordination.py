@@ -7,6 +7,7 @@ killed, the same command takes the run up by its record.
 import json
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from bireme.errors import BiremeError
 from bireme.machines.admission import admissions_path, issue_tokens, withdraw_tokens
 from bireme.machines.gathering import Gathering, GatheringListener
-from bireme.machines.keys import own_key
+from bireme.machines.handover import forget_handover, handed_record, packed_handover
+from bireme.machines.keys import FILE, own_key
 from bireme.machines.line import Address
 from bireme.machines.orders import (
     RecordedMachine,
@@ -27,7 +29,7 @@ from bireme.machines.orders import (
 )
 from bireme.machines.own_machine import MachineFacts
 from bireme.report.terminal import tell
-from bireme.train.attendance import INTERRUPTED, Attendance, Out
+from bireme.train.attendance import Attendance, INTERRUPTED, Out, note_coordinator
 from bireme.train.joined_processes import get_ready
 
 _TOKEN_S = 24 * 3600.0
@@ -50,14 +52,23 @@ class Coordination:
         out: Out,
         *,
         takes_part: bool,
+        deputies: Sequence[str] = (),
+        home: Path | None = None,
     ) -> None:
         """`folder` is that of the run, `address` is this machine's for the others; port 0 is a free one. The
         run begins with the most machines at once, and with the least once no other has come for `wait_s`. If
-        this machine `takes_part` in the training, `out` prints the lines of its processes.
+        this machine `takes_part` in the training, `out` prints the lines of its processes. It hands over what
+        they need to `deputies`. In `home` is what another coordinator has handed over to this machine.
         """
-        (host, port), own = address, own_key()
-        self._run_name, self._path = folder.name, record_path(folder)
-        self._gathering = Gathering(run, own, host, num_machines, wait_s, admissions_path(), tell)
+        (host, port), own = address, own_key(None if home is None else home / FILE)
+        self._run_name, self._is_taken_over = folder.name, home is not None
+        self._path = record_path(folder) if home is None else handed_record(home)
+        self._admissions = admissions_path(home)
+        self._gathering = Gathering(run, own, host, num_machines, wait_s, self._admissions, tell)
+        self._gathering.deputies = deputies
+        self._gathering.handover = lambda admitted: packed_handover(
+            folder.name, own.private, num_machines, admitted, self._path
+        )
         record = read_record(self._path, run)
         if record is not None:
             self._gathering.take_up(record.newest, record.machines)
@@ -69,11 +80,12 @@ class Coordination:
         self._listener = GatheringListener(self._gathering, (host, port), own, facts)
         self._gathering.keep = self._keep
         port = self._listener.port
+        note_coordinator((host, port), own.public)  # so that this machine can join if a deputy takes over
         self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """Where machines call."""
         count = num_machines[1]
         self.tokens = (
-            [] if record is not None else issue_tokens(admissions_path(), own.public, count, _TOKEN_S)
+            [] if record is not None else issue_tokens(self._admissions, own.public, count, _TOKEN_S)
         )
         """Of the machines that are to join; none if the run is taken up."""
         self._attendance: Attendance | None = None
@@ -102,7 +114,9 @@ class Coordination:
                 if gathering.has_ended:
                     self._path.unlink(missing_ok=True)
                 gathering.end()
-                withdraw_tokens(admissions_path(), self.tokens)
+                withdraw_tokens(self._admissions, self.tokens)
+                if gathering.has_ended and self._is_taken_over:
+                    forget_handover(self._run_name)
             is_urgent = self._num_interrupts > 1
             if attendance is not None:
                 for _ in range(2 if is_urgent else 0):
@@ -149,5 +163,5 @@ class Coordination:
         except (BiremeError, OSError) as error:
             tell(f"If this command is killed, it cannot take the run up: {error}")
         else:
-            if is_first:
+            if is_first and not self._is_taken_over:
                 tell(f"If this command is killed, type it again with --set log.name={self._run_name}.")
