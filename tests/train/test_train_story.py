@@ -59,7 +59,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
 ) -> None:
     path = planned(tmp_path, "quorum", model=LARGER)
     more = settings(
-        training__steps=900,
+        training__steps=500,
         training__batch_size=24,
         sync__lease_s=5.0,
         elastic__patience_s=20.0,
@@ -106,7 +106,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         assert successor.process.returncode == 0, said
         assert [one.process.wait(patience_s()) for one in (second, third)] == [0, 0], second.said
     assert "green (10.98.0.3) is back" in said
-    assert json.loads(out)["run"]["steps"] == 900
+    assert json.loads(out)["run"]["steps"] == 500
     assert not [*(tmp_path / "blue" / "deputy").iterdir()]
     check = check_ledger(blue.run / "ledger.jsonl")
     assert check.is_whole

@@ -1,5 +1,6 @@
 """`bireme coordinate`: wait for machines that join, and train with them."""
 
+import os
 import signal
 import socket
 from contextlib import suppress
@@ -153,6 +154,7 @@ def coordinate(
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
+    os.environ.setdefault("MASTER_ADDR", address[0])  # others call at this address
     _print_lines(coordination.where, coordination.tokens)
     status = coordination.run()
     if as_json:

@@ -1,5 +1,6 @@
 """`bireme join`: take part in the run of a coordinator with this machine."""
 
+import os
 import signal
 from types import FrameType
 from typing import Annotated
@@ -128,6 +129,7 @@ def join(
     refuse_failing(failures(found))
     if given is not None and found:
         note_coordinator(address, public)
+    os.environ.setdefault("MASTER_ADDR", address[0])  # others call at the card that leads there
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
     get_ready()
     status = attendance.run()

@@ -43,6 +43,7 @@ _SEEN_S = 5.0
 """How long a machine counts as there after its last request."""
 
 _OFFER, _REPORTS = TypeAdapter(MachineOffer), TypeAdapter(list[PhaseReport])
+_SERVED = TypeAdapter(dict[str, str])
 _LINES = TypeAdapter(list[tuple[int, str, str]])
 
 
@@ -97,6 +98,10 @@ class Gathering:
         """Called with the number of the newest phase, and with the machines of the one that trains, before
         machines get orders for another phase.
         """
+        self.keeps_model = False
+        """Whether machines that serve a model wait for this one to fetch it once the run has ended."""
+        self.models: dict[str, dict[str, str]] = {}
+        """By name, the machines that serve the model of the run that has ended there, with its address."""
         self.deputies: Sequence[str] = ()
         """Names of machines, or beginnings of their keys."""
         self.handover: Callable[[AdmissionList], str] = lambda _: ""
@@ -290,6 +295,12 @@ class Gathering:
                 return found if found and digest_of_packed(found) != digest else ""
         return ""
 
+    def note_model(self, public: str, words: object) -> bool:
+        """A machine serves the model of the run, or none; whether it is to go on so."""
+        if words is not None:
+            self.models[self.admitted(public)] = _read(_SERVED, words)
+        return words is not None and self.keeps_model
+
     def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
         if report.number >= one.phase:
             one.phase = report.number
@@ -471,7 +482,8 @@ class GatheringListener:
                     reports, lines = _read(_REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
                     leaves = bool(asked["leaves"])
                     found = gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
-                    return found | {"handover": gathering.handover_to(public, str(asked.get("handover", "")))}
+                    more = {"handover": gathering.handover_to(public, str(asked.get("handover", "")))}
+                    return found | more | {"stays": gathering.note_model(public, asked.get("model"))}
                 case _:
                     gathering.leave(public, instance, returns=str(asked["returns"]))
         except BiremeError as refusal:

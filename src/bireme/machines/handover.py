@@ -2,8 +2,8 @@
 
 `bireme coordinate --deputy NAME` sends them to one machine of the run, over its encrypted line: the key of
 the coordinator, its list of machines and the record of the run. The deputy keeps them for its user alone
-beside its own key, until the run has ended. `bireme coordinate --take-over RUN` unpacks them into a folder, in
-which they lie as beside the key of the coordinator. Whoever has them can be that coordinator.
+beside its own key, until the run has ended. `bireme coordinate --take-over RUN` unpacks them into a folder,
+in which they lie as beside the key of the coordinator. Whoever has them can be that coordinator.
 """
 
 import base64

@@ -72,6 +72,11 @@ def run_name(run: RunOffer) -> str:
     return str(tomllib.loads(run.text)["log"]["name"])
 
 
+def folder_for_runs(run: RunOffer) -> str:
+    """The folder for runs that the run file names."""
+    return str(tomllib.loads(run.text)["log"]["folder"])
+
+
 @dataclass(frozen=True, slots=True)
 class MachineOrders:
     """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase."""

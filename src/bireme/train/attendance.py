@@ -30,9 +30,11 @@ from bireme.machines.handover import digest_of_packed, forget_handover, keep_han
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.lending import DailyHours
 from bireme.machines.line import Address, MeasuredLine, RequestLine, call_coordinator, check_between
-from bireme.machines.orders import MachineOffer, MachineOrders, ORDERS, run_name
+from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders, run_name
 from bireme.machines.own_machine import MachineFacts
+from bireme.runtime.copies.folder_server import FolderServer
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
+from bireme.train.export import exported_step
 from bireme.train.joined_processes import JoinedProcesses
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S, _LOOK_S = 1.0, 0.1, 2.0, 5.0, 30.0
@@ -135,6 +137,7 @@ class Attendance:
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
         self._num_kills = 0
+        self._server: FolderServer | None = None
         self._handover = ""
         """The digest of what the coordinator has handed over to this machine."""
         self._keeper: KeeperProcess | None = None
@@ -210,8 +213,22 @@ class Attendance:
                 one.close()
             if self._keeper is not None:
                 self._keeper.close()
+            if self._server is not None:
+                self._server.close()
             if self._line is not None:
                 self._say_leave()
+
+    def _served_model(self) -> dict[str, Any] | None:
+        """Where this machine serves the model, once the run has ended here and has left one."""
+        newest = self._phases[max(self._phases)] if self._phases else None
+        if newest is None or not newest.goes or newest.statuses() is None or self._own_status:
+            return None
+        if exported_step(newest.model) != newest.orders.run.steps:
+            return None
+        if self._server is None:
+            self._server = FolderServer(_KEEPER_S)
+            self._server.folder = newest.model
+        return asdict(self._server.address)
 
     def _say_leave(self, returns: str = "") -> None:
         if self._line is not None:
@@ -240,7 +257,7 @@ class Attendance:
                 heard_s = time.monotonic()
                 self._follow(answer)
             is_idle = all(one.statuses() is not None for one in self._phases.values())
-            if answer is not None and answer["is_over"] and is_idle:
+            if answer is not None and answer["is_over"] and is_idle and not answer["stays"]:
                 if self._handover and self.orders is not None:
                     forget_handover(run_name(self.orders.run))
                 if not answer["newest"]:
@@ -417,6 +434,7 @@ class Attendance:
                 lines=lines,
                 leaves=leaves,
                 handover=self._handover,
+                model=self._served_model(),
             )
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")

@@ -23,14 +23,18 @@ from bireme.machines.orders import (
     RecordedMachine,
     RunOffer,
     RunRecord,
+    folder_for_runs,
     read_record,
     record_path,
     write_record,
 )
 from bireme.machines.own_machine import MachineFacts
 from bireme.report.terminal import tell
-from bireme.train.attendance import Attendance, INTERRUPTED, Out, note_coordinator
-from bireme.train.joined_processes import get_ready
+from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.train.attendance import INTERRUPTED, Attendance, Out, note_coordinator
+from bireme.train.export import exported_step
+from bireme.train.joined_processes import get_ready, runs_folder
+from bireme.train.run_machines import fetch_folder
 
 _TOKEN_S = 24 * 3600.0
 _LOOK_S, _PARTING_S = 0.1, 3.0
@@ -62,6 +66,9 @@ class Coordination:
         """
         (host, port), own = address, own_key(None if home is None else home / FILE)
         self._run_name, self._is_taken_over = folder.name, home is not None
+        runs = runs_folder(folder_for_runs(run))
+        self._model = runs / folder.name / "model"
+        """Where this machine has the model at the end, also if it has no part in the training."""
         self._path = record_path(folder) if home is None else handed_record(home)
         self._admissions = admissions_path(home)
         self._gathering = Gathering(run, own, host, num_machines, wait_s, self._admissions, tell)
@@ -109,20 +116,24 @@ class Coordination:
             try:
                 if attendance is not None:
                     taking_part.start()
+                self._gathering.keeps_model = True
                 self._turn_to_the_end()
+                if gathering.has_ended and not gathering.status:
+                    self._fetch_model()
             finally:
+                gathering.keeps_model = False
                 if gathering.has_ended:
                     self._path.unlink(missing_ok=True)
                 gathering.end()
                 withdraw_tokens(self._admissions, self.tokens)
-                if gathering.has_ended and self._is_taken_over:
-                    forget_handover(self._run_name)
             is_urgent = self._num_interrupts > 1
             if attendance is not None:
                 for _ in range(2 if is_urgent else 0):
                     attendance.interrupt(is_urgent=True)
                 taking_part.join(_PARTING_S)
             time.sleep(0.0 if is_urgent else _LAST_ANSWERS_S)
+        if gathering.has_ended and self._is_taken_over:
+            forget_handover(self._run_name)
         return INTERRUPTED if is_urgent or not gathering.has_begun else gathering.status
 
     def document(self) -> dict[str, Any]:
@@ -154,6 +165,18 @@ class Coordination:
             attendance.run()
         except BiremeError as error:
             tell(f"This machine takes no part: {error}")
+
+    def _fetch_model(self) -> None:
+        """Have the model here that a machine of the run has exported, if this machine has not."""
+        for name, served in dict(self._gathering.models).items():
+            if exported_step(self._model) is not None or self._num_interrupts > 1:
+                return
+            try:
+                fetch_folder(KeeperAddress(**served), self._model)
+            except (OSError, TypeError, BiremeError) as error:
+                tell(f"The model of the run is on {name}, and could not be fetched: {error}")
+            else:
+                tell(f"The model was fetched from {name}: {self._model}")
 
     def _keep(self, newest: int, machines: tuple[RecordedMachine, ...]) -> None:
         """Keep the record of the run on the disk."""

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
-from bireme.machines.orders import MachineOrders, PhaseReport
+from bireme.machines.orders import MachineOrders, PhaseReport, run_name
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.processes import Process, preload, start_process
@@ -86,7 +86,11 @@ class JoinedProcesses:
         self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
         path = Path(self._scratch.name, "run.toml")
         path.write_text(orders.run.text)
-        run = _with_own_folder(load_run_file(path))
+        run = load_run_file(path)
+        runs = runs_folder(run.log.folder)
+        run = run.model_copy(update={"log": run.log.model_copy(update={"folder": str(runs)})})
+        self.model = runs / run_name(orders.run) / "model"
+        """The folder of the model, once the run has ended on this machine."""
         path.write_text(to_toml(run))
         self._log: _LogTail = _LogTail(run) if before is None else before._log
         words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
@@ -203,15 +207,14 @@ class JoinedProcesses:
         return {"address": None} if found is None else asdict(found)
 
 
-def _with_own_folder(run: RunFile) -> RunFile:
-    """The run with the folder for runs on this machine: the coordinator's if it is here, else one of its own.
-    The variable of the environment decides if it is set.
+def runs_folder(asked: str) -> Path:
+    """The folder for runs on this machine: the one that is asked for if it is here, else one of its own. The
+    variable of the environment decides if it is set.
     """
     named = os.environ.get(RUNS)
-    if named is None and Path(run.log.folder).is_dir():
-        return run
-    own = key_path().with_name("runs") if named is None else Path(named).expanduser().absolute()
-    return run.model_copy(update={"log": run.log.model_copy(update={"folder": str(own)})})
+    if named is not None:
+        return Path(named).expanduser().absolute()
+    return Path(asked) if Path(asked).is_dir() else key_path().with_name("runs")
 
 
 class _LogTail:
@@ -242,16 +245,18 @@ class _LogTail:
             *lines, self._rest = found.split(b"\n")
             for line in lines:
                 with suppress(ValueError, KeyError, TypeError):
-                    self._take(json.loads(line))
+                    self._take(json.loads(line), phase)
         if self._begun is None or self._last is None or self._first is None:
             return None
         num = self._last[0] - self._first[0]
         batch_s = (self._last[1] - self._first[1]) / num if num > 0 else None
         return PhaseProgress(phase, self._begun[0], self._last[0], batch_s, self._is_slow)
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _take(self, record: dict[str, Any], phase: int) -> None:
+        """A line of the log. Those of phases before come late to a machine with a folder of its own."""
         found = int(record["step"]), float(record["time_s"])
         if record["kind"] == "start":
+            is_of_phase = record.get("phase") == phase
             self._begun, self._first, self._last, self._is_slow = found, None, None, False
         elif record["kind"] == "slow":
             self._is_slow = bool(record["stages"])

@@ -34,6 +34,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
 from bireme.train.checkpoint.holders import Holders
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
+from bireme.train.joined_processes import phase_of
 from bireme.train.link_codecs import sums_of
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, SyncFigures, first_of
@@ -338,9 +339,10 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
 
     from bireme import __version__
 
-    plan, forecast = prepared.plan.plan, prepared.plan.forecast
+    plan, forecast, phase = prepared.plan.plan, prepared.plan.forecast, phase_of(os.environ)
     return {
         "version": __version__,
+        **({"phase": phase} if phase else {}),
         "torch": torch.__version__,
         "schedule": plan.schedule,
         "num_stages": plan.num_stages,

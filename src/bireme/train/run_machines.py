@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from bireme.errors import BiremeError
-from bireme.files import FileDigest, path_within, write_text_atomically
+from bireme.files import FileDigest, new_folder, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
     answers,
@@ -184,6 +184,18 @@ def _take_file(name: str, to: Path, served: FileDigest | None, first: KeeperAddr
             return
     to.parent.mkdir(parents=True, exist_ok=True)
     fetch_file([first], name, to, served, _TIMEOUT_S)
+
+
+def fetch_folder(address: KeeperAddress, to: Path) -> None:
+    """Put the folder that another machine serves at a path, whole, or not at all."""
+    names = files_at(address, ".", _TIMEOUT_S)
+    with new_folder(to) as draft:
+        for name, one in zip(names, digests_at(address, names, _TIMEOUT_S), strict=True):
+            path = path_within(draft, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if one is None:
+                raise BiremeError(f"{name} is there no more.")
+            fetch_file([address], name, path, one, _TIMEOUT_S)
 
 
 def _take_manifest(run: Path, name: str, served: FileDigest | None, first: KeeperAddress) -> None:

@@ -15,7 +15,7 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Report,
     SumSource,
-    changed,
+    replace,
 )
 from bireme.sync.coordinator.samples import Began, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
@@ -51,13 +51,13 @@ def with_beginning(state: CoordinatorState, now_s: float) -> CoordinatorState:
     lives = heard_replicas(membership, now_s - settings.lease_s)
     lives = [one for one in lives if not membership.is_empty(one)]
     if lives and state.first_heard_s is None:
-        state = changed(state, first_heard_s=now_s)
+        state = replace(state, first_heard_s=now_s)
     are_enough = are_late and 2 * len(lives) > settings.num_replicas and not membership.is_strict
     if len(lives) < settings.num_replicas and not are_enough:
         return state
     voters = [frozenset([one]) for one in lives] if membership.is_strict else [frozenset(lives)]
     begun = membership.begun([_as_member(membership, life) for life in lives])
-    state = changed(state, membership=changed(begun, voters=tuple(voters)))
+    state = replace(state, membership=replace(begun, voters=tuple(voters)))
     return with_start(state, begun.epoch, settings.first)
 
 
@@ -75,7 +75,7 @@ def with_start(state: CoordinatorState, epoch: int, batch: int) -> CoordinatorSt
     pool, settings = state.pool, state.settings
     mode = str(settings.mode) if settings.averages else ""  # lines of all replicas name none
     line = Began(epoch, batch, settings.num_samples, pool.fresh, pool.open, mode)
-    return changed(state, ledger=(*state.ledger, line))
+    return replace(state, ledger=(*state.ledger, line))
 
 
 def is_lost(state: CoordinatorState) -> bool:
@@ -95,9 +95,9 @@ def _counts(state: CoordinatorState) -> bool:
 def _anew(state: CoordinatorState) -> CoordinatorState:
     """As before the first epoch, but for what is known of incarnations."""
     settings = state.settings
-    return changed(
+    return replace(
         state.without_grants(),
-        membership=changed(state.membership, members=(), voters=(), is_installed=False),
+        membership=replace(state.membership, members=(), voters=(), is_installed=False),
         pool=Pool(settings.fresh, settings.waiting),
         dealing=Dealing(settings.batch_size, settings.limits),
         heals=(),
@@ -134,9 +134,9 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     for one in leaving:
         membership = membership.with_over(one.own_life)
     if not left or not membership.can_be(left):
-        return changed(state, membership=membership)
+        return replace(state, membership=membership)
     state, gone = state.with_dropped(membership, lost, leaving), {one.replica for one in lost}
-    return changed(
+    return replace(
         state.in_epoch(state.membership, left).with_returned(gone),
         dealt_to={one: batch for one, batch in state.dealt_to.items() if one not in gone},
         ends=tuple(one for one in state.ends if one.replica not in gone),
@@ -179,7 +179,7 @@ def with_heals(state: CoordinatorState, now_s: float) -> CoordinatorState:
             batch = state.first_undealt(donor)
         addresses = tuple(one.address for one in membership.reports(life))
         kept[life.replica] = Heal(life.replica, donor, batch, addresses)
-    return changed(state, heals=tuple(kept.values()))
+    return replace(state, heals=tuple(kept.values()))
 
 
 def with_entries(state: CoordinatorState) -> CoordinatorState:
@@ -192,20 +192,20 @@ def with_entries(state: CoordinatorState) -> CoordinatorState:
     for heal in state.heals:
         life = _newest_life(membership, heal.replica)
         if heal.first is None and life is not None and goes_on(state, heal, life):
-            heal = changed(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
+            heal = replace(heal, first=state.dealt if is_quorum else heal.batch)  # noqa: PLW2901
         if life is None or heal.first is None or not goes_on(state, heal, life):
             heals.append(heal)
         else:
-            entering.append(changed(_as_member(membership, life), first=heal.first))
+            entering.append(replace(_as_member(membership, life), first=heal.first))
     if tuple(heals) == state.heals:
         return state
-    state = changed(state, heals=tuple(heals))
+    state = replace(state, heals=tuple(heals))
     if not is_quorum:
-        state = changed(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
+        state = replace(state, dealt_to=state.dealt_to | {one.replica: one.first for one in entering})
     return state.in_epoch(membership, [*membership.members, *entering]) if entering else state
 
 
-def goes_on(state: CoordinatorState, heal: Heal, life: Incarnation) -> bool:
+def goes_on(state: CoordinatorState, heal: Heal, life: Incarnation | RankId) -> bool:
     """Whether the first batch of a replica that heals can be named, or the replica can enter there."""
     if heal.first is not None:
         return not state.is_quorum or _has_all(state, heal.first, life)
@@ -232,13 +232,13 @@ def _cannot_reach_donor(state: CoordinatorState, heal: Heal) -> bool:
     return any(heal.donor in at.lost for one in reports for at in one.rounds)
 
 
-def _has_all(state: CoordinatorState, first: int, life: Incarnation) -> bool:
+def _has_all(state: CoordinatorState, first: int, life: Incarnation | RankId) -> bool:
     """Whether all rounds below `first` are committed, and a replica has the sums of all there are."""
     committed, reports = state.lines[0].committed, state.membership.reports(life)
     return committed >= first and bool(reports) and all(one.at(0).committed >= committed for one in reports)
 
 
-def _has_caught_up(state: CoordinatorState, life: Incarnation) -> bool:
+def _has_caught_up(state: CoordinatorState, life: Incarnation | RankId) -> bool:
     """Whether all ranks of a replica have all committed rounds, but for one of each line."""
     return all(
         len(one.rounds) == len(state.lines)
@@ -273,7 +273,7 @@ def _with_line(state: CoordinatorState, line: RoundSequence, now_s: float) -> Co
             return with_commit(state, grant)
         if not any(is_broken(grant, one) for one in parts):
             return state
-        line = changed(line, grant=None, broken_s=now_s)
+        line = replace(line, grant=None, broken_s=now_s)
     if state.is_quorum and any(one.first is not None and one.first <= line.committed for one in state.heals):
         return state.with_line(line)
     is_of_means = state.is_of_means(line)
@@ -325,7 +325,7 @@ def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
     """After a round was committed: its samples count, and those of the others wait to be assigned again."""
     line = state.lines[grant.line]
     commit = Commit(grant.line, grant.round, grant.attempt, grant.parts)
-    state = changed(state.with_line(line.after_commit()), commits=(*state.commits, commit))
+    state = replace(state.with_line(line.after_commit()), commits=(*state.commits, commit))
     if state.is_quorum:
         return _with_batch(state, grant)
     parts = range(num_parts_of(state)) if state.is_of_means(line) else (grant.line,)
@@ -334,7 +334,7 @@ def with_commit(state: CoordinatorState, grant: Grant) -> CoordinatorState:
         for one in grant.parts
         for part in parts
     }
-    return with_trained(changed(state, trained=state.trained | trained))
+    return with_trained(replace(state, trained=state.trained | trained))
 
 
 def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
@@ -343,11 +343,11 @@ def _with_batch(state: CoordinatorState, grant: Grant) -> CoordinatorState:
     late = {one for one in others if (one, batch) in pool.deals}
     for one in others:
         pool = pool.with_returned(one, below=batch + 1)
-    state = changed(state, pool=pool).with_counted(batch, grant.attempt % TERM, replicas)
+    state = replace(state, pool=pool).with_counted(batch, grant.attempt % TERM, replicas)
     busy = {one: max((at.busy_s for at in state.places(one, grant.line)), default=0.0) for one in replicas}
     counts = {one.replica: one.num_samples for one in grant.parts}
     dealing = state.dealing.with_batch(batch, counts, busy, takes_effect=state.dealt)
-    return changed(state, dealing=dealing.with_late(batch, late, takes_effect=state.dealt))
+    return replace(state, dealing=dealing.with_late(batch, late, takes_effect=state.dealt))
 
 
 def _silent(state: CoordinatorState, now_s: float) -> frozenset[int]:
@@ -366,7 +366,7 @@ def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     while state.dealt < max((r.wants for one in state.contributors for r in state.reports(one)), default=0):
         dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
         pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
-        state = changed(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
+        state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
     return state
 
 
@@ -382,7 +382,7 @@ def with_sources(state: CoordinatorState) -> CoordinatorState:
         for one in state.commits
         if one.round < state.lines[one.line].committed and one.round >= lowest[one.line]
     )
-    return state if commits == state.commits else changed(state, commits=commits)
+    return state if commits == state.commits else replace(state, commits=commits)
 
 
 def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> list[int]:
@@ -426,7 +426,7 @@ def _sourced(state: CoordinatorState, commit: Commit) -> Commit:
             sources.append(SumSource(target, source))
     late = [one for one in state.heals if one.batch <= commit.round or not state.is_quorum]
     sources += [SumSource(one.replica, one.donor) for one in late]
-    return changed(commit, sources=tuple(sources))
+    return replace(commit, sources=tuple(sources))
 
 
 def _has(state: CoordinatorState, replica: int, commit: Commit) -> bool:

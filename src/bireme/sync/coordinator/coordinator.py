@@ -43,8 +43,8 @@ from bireme.sync.coordinator.messages import (
     GroupReply,
     RankId,
     Report,
-    changed,
     joint,
+    replace,
 )
 from bireme.sync.coordinator.samples import Began, CoordinatorSettings, Dealing, Pool, SyncMode
 from bireme.sync.coordinator.state import (
@@ -66,11 +66,11 @@ def _with_groups(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the groups that the last reports of all members lead to."""
     members, settings = frozenset(state.membership.replicas), state.settings
     groups = state.groups or groups_begun(settings.groups, settings.num_formers, members)
-    state, gone = changed(state, groups=groups), groups.members - members
+    state, gone = replace(state, groups=groups), groups.members - members
     if groups.members != members:
         state = _with_event(state, GroupMembers(members), now_s)
         words = {key: word for key, word in state.group_words.items() if key[1] not in gone}
-        state = changed(state, group_words=words, paces=state.paces.without(gone))
+        state = replace(state, group_words=words, paces=state.paces.without(gone))
     for _, heard in sorted(state.membership.heard.items()):
         state = _with_group_of(state, heard.report, now_s)
     return with_trained(_with_event(state, None, now_s))
@@ -87,7 +87,7 @@ def _with_group_of(state: CoordinatorState, report: Report, now_s: float) -> Coo
         return state
     assert state.groups is not None, "with_groups makes it"
     if at.arrived is not None and not state.groups.has_come(stage, replica, at.arrived):
-        state = changed(state, paces=state.paces.with_arrival(stage, replica, now_s))
+        state = replace(state, paces=state.paces.with_arrival(stage, replica, now_s))
         arrived = state.paces.arrived(stage, replica, at.arrived, at.wait_s)
         state = _with_event(state, arrived, now_s)
     word = state.group_words.get((stage, replica))
@@ -103,7 +103,7 @@ def _with_group_of(state: CoordinatorState, report: Report, now_s: float) -> Coo
     has_drained = at.is_drained and all(one.number >= state.lines[-1].committed for one in windows)
     if has_drained == is_present:
         if has_drained:
-            state = changed(state, paces=state.paces.idle(stage, replica))
+            state = replace(state, paces=state.paces.idle(stage, replica))
         state = _with_event(state, Drained(stage, replica, has_drained), now_s)
     return state
 
@@ -112,7 +112,7 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
     assert state.groups is not None, "with_groups makes it"
     groups, new = groups_step(state.groups, event, now_s)
     if not new:
-        return state if groups is state.groups else changed(state, groups=groups)
+        return state if groups is state.groups else replace(state, groups=groups)
     words, trained = dict(state.group_words), dict(state.trained)
     for group in new:
         reply = GroupReply(group.number, group.attempt, group.members, is_settled=group.is_settled)
@@ -122,7 +122,7 @@ def _with_event(state: CoordinatorState, event: GroupEvent, now_s: float) -> Coo
             words[group.stage, one.replica] = reply
             if group.is_settled and is_shared:
                 trained[one.replica, group.stage] = one.batch + 1
-    return changed(state, groups=groups, group_words=words, trained=trained)
+    return replace(state, groups=groups, group_words=words, trained=trained)
 
 
 # Whether the replicas of a run wait for each other for ever, which must not be, and would not end by itself.
@@ -137,9 +137,9 @@ def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> 
     that is too long ago.
     """
     if not state.settings.timeout_s or not _all_wait(state):
-        return changed(state, still_s=None)
+        return replace(state, still_s=None)
     if is_news or state.still_s is None:
-        return changed(state, still_s=now_s)
+        return replace(state, still_s=now_s)
     if state.standstill or now_s < state.still_s + _still_limit_s(state):
         return state
     waits: dict[str, list[str]] = {}
@@ -151,7 +151,7 @@ def _with_stillness(state: CoordinatorState, now_s: float, *, is_news: bool) -> 
         f"All replicas wait for each other, and nothing has happened for {_still_limit_s(state):g} s: "
         f"{what}. This is a bug in Bireme: please report it."
     )
-    return changed(state, standstill=sentence)
+    return replace(state, standstill=sentence)
 
 
 def _still_limit_s(state: CoordinatorState) -> float:
@@ -193,12 +193,12 @@ def begun(settings: CoordinatorSettings, *, term: int = 0) -> CoordinatorState:
 
 def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep:
     """What follows from an event at that time."""
-    state = before = changed(state, ledger=()) if state.ledger else state
+    state = before = replace(state, ledger=()) if state.ledger else state
     if isinstance(event, Ended):
-        state = changed(state, membership=state.membership.with_over(event.life))
+        state = replace(state, membership=state.membership.with_over(event.life))
     elif isinstance(event, Report):
         last = _last_of(state, event, now_s)
-        state = changed(state, membership=state.membership.with_report(event, now_s))
+        state = replace(state, membership=state.membership.with_report(event, now_s))
         if last is not None:
             quiet = _without_more(state, event, last, now_s)
         else:
@@ -210,9 +210,9 @@ def step(state: CoordinatorState, event: Event, now_s: float) -> CoordinatorStep
             state = with_trained(_with_group_of(state, event, now_s))
             return _told(before, with_deals(state, now_s), event, now_s, is_of_groups=True)
         if is_behind(state, event) and state.membership.is_installed:  # it can take no word from here
-            state = changed(state, membership=state.membership.without(event.rank.own_life))
+            state = replace(state, membership=state.membership.without(event.rank.own_life))
     state = _settled(state, now_s)
-    state = changed(
+    state = replace(
         state,
         settled_s=now_s,
         silence_s=_silence_s(state, now_s),
@@ -279,8 +279,8 @@ def _without_more(
         lacking = lacking if at is None else at
     if line is state.lines[0] and num_to_confirm == state.num_to_confirm:
         awaited = place, summing, lacking
-        return state if awaited == state.awaited else changed(state, awaited=awaited)
-    return changed(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
+        return state if awaited == state.awaited else replace(state, awaited=awaited)
+    return replace(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
 
 
 def _with_ready(
@@ -305,7 +305,7 @@ def _with_ready(
         if found is None:
             return None
         place = found
-    return changed(line, ready=ready, since_s=now_s), place
+    return replace(line, ready=ready, since_s=now_s), place
 
 
 _Item = TypeVar("_Item")
@@ -365,14 +365,14 @@ def _told(
     if state.standstill != before.standstill:
         is_news, told = True, set(state.membership.heard)
     if is_news:
-        state = changed(state, number=state.number + 1)
+        state = replace(state, number=state.number + 1)
     if isinstance(event, Report):
         told.add(event.rank)
     if state.is_quorum and not is_news and before.word is not None:
-        word = changed(before.word, kept=_kept(state))
+        word = replace(before.word, kept=_kept(state))
     else:
         word = _word(state, before)
-    state = changed(state, word=word)
+    state = replace(state, word=word)
     words = tuple(_words(state, word, sorted(told, key=attrgetter("replica", "life", "stage"))))
     # If this is the only machine, lines must survive it. Where replicas average weights the run then goes on
     # from a checkpoint, which is of a mean over all replicas.
@@ -388,7 +388,7 @@ def _is_of_groups(state: CoordinatorState, report: Report, last: Report) -> bool
     membership = state.membership
     if state.groups is None or not membership.is_installed or not membership.member(report.rank):
         return False
-    return changed(report, number=last.number, group=last.group, wants=last.wants) == last
+    return replace(report, number=last.number, group=last.group, wants=last.wants) == last
 
 
 def _last_of(state: CoordinatorState, report: Report, now_s: float) -> Report | None:
@@ -450,13 +450,13 @@ def _words(
             places = dict(enumerate(known))
             lacks = (one for one in state.commits if one.round >= places.get(one.line, 0))
             made[known] = tuple(islice(lacks, _MOST_COMMITS)) if membership.is_installed else ()
-            common[known] = changed(word, commits=made[known]) if made[known] != word.commits else word
+            common[known] = replace(word, commits=made[known]) if made[known] != word.commits else word
         group = state.group_words.get((state.settings.former_of(rank.stage), rank.replica))
         is_dropped, is_donor = membership.is_over(rank), rank.replica in donors
         own = common[known]
         if group is not None or is_dropped or is_donor:
             kept = _kept(state, rank.replica) if is_donor else own.kept
-            own = changed(own, group=group, is_dropped=is_dropped, kept=kept)
+            own = replace(own, group=group, is_dropped=is_dropped, kept=kept)
         yield rank, own
 
 
@@ -505,7 +505,7 @@ def _settled(state: CoordinatorState, now_s: float) -> CoordinatorState:
     while True:
         before = picture
         state = without_lost(with_beginning(state, now_s), now_s)
-        state = changed(state, membership=state.membership.installed())
+        state = replace(state, membership=state.membership.installed())
         state = with_heals(state, now_s)
         if state.membership.is_installed or state.has_many:
             state = with_entries(state)

@@ -22,7 +22,7 @@ from itertools import combinations
 from math import inf
 from statistics import median
 
-from bireme.sync.coordinator.messages import GroupMember, changed
+from bireme.sync.coordinator.messages import GroupMember, replace
 from bireme.sync.coordinator.samples import GroupSettings
 
 
@@ -240,12 +240,12 @@ class _Former:
             met = _connected_to(ready[0].replica, members, (*self.pairs, *_pairs(ready)))
             if 2 * len(met) > len(members):
                 deadline_s = min(deadline_s, now_s + max(wait_s, _LATECOMERS * patient_s))
-            return changed(self, ready=ready, present=present, deadline_s=deadline_s)
+            return replace(self, ready=ready, present=present, deadline_s=deadline_s)
         former = self
         is_with_most = 2 * len(_connected_to(one.replica, members, self.pairs)) > len(members)
         if may_force and self.wants_forced and is_connected(members, self.pairs):
-            former = changed(self, pairs=frozenset(), wants_forced=False)
-        return changed(
+            former = replace(self, pairs=frozenset(), wants_forced=False)
+        return replace(
             former,
             ready=(one,),
             present=present,
@@ -283,7 +283,7 @@ class _Former:
         pairs = frozenset() if self.is_forced else self.pairs | {p for one in groups for p in _pairs(one)}
         updates = self.updates + len(self.ready)
         period = settings.connect_every * num_members
-        return changed(
+        return replace(
             self,
             ready=(),
             is_forced=False,
@@ -295,7 +295,7 @@ class _Former:
     def without(self, replica: int) -> "_Former":
         """After a replica has died: what went through it connects no replicas any more."""
         ready = tuple(one for one in self.ready if one.replica != replica)
-        return changed(
+        return replace(
             self,
             ready=ready,
             is_forced=self.is_forced and bool(ready),
@@ -310,8 +310,8 @@ class _Former:
         """
         present = self.present - {replica}
         if not self.present.isdisjoint(members) and present.isdisjoint(members):
-            return changed(self, present=present, pairs=frozenset(), wants_forced=False, updates=0)
-        return changed(self, present=present)
+            return replace(self, present=present, pairs=frozenset(), wants_forced=False, updates=0)
+        return replace(self, present=present)
 
 
 def _pairs(members: Sequence[GroupMember]) -> list[tuple[int, int]]:
@@ -340,7 +340,7 @@ class GroupState:
 
     def with_former(self, stage: int, former: _Former) -> "GroupState":
         """With another former of a stage."""
-        return changed(self, formers=(*self.formers[:stage], former, *self.formers[stage + 1 :]))
+        return replace(self, formers=(*self.formers[:stage], former, *self.formers[stage + 1 :]))
 
 
 def groups_begun(settings: GroupSettings, num_stages: int, members: Iterable[int]) -> GroupState:
@@ -371,14 +371,14 @@ def groups_step(
                 state = _gone(state, replica, groups)
             new = event.replicas - state.members
             if new:
-                formers = tuple(changed(one, present=one.present | new) for one in state.formers)
-                state = changed(state, members=event.replicas, formers=formers)
+                formers = tuple(replace(one, present=one.present | new) for one in state.formers)
+                state = replace(state, members=event.replicas, formers=formers)
         case Drained():
             former = state.formers[event.stage]
             if event.is_drained:
                 former = former.drained(event.replica, state.members)
             else:
-                former = changed(former, present=former.present | ({event.replica} & state.members))
+                former = replace(former, present=former.present | ({event.replica} & state.members))
             state = state.with_former(event.stage, former)
     for stage in range(len(state.formers)):
         state = _closed_if_due(state, stage, now_s, groups)
@@ -391,9 +391,9 @@ def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     if event.replica not in state.members or state.has_come(event.stage, event.replica, event.batch):
         return state
     if event.stage != last and not state.has_come(last, event.replica, event.batch):
-        return changed(state, early=(*state.early, event))
+        return replace(state, early=(*state.early, event))
     followers = [one for one in state.early if one.replica == event.replica and one.batch <= event.batch]
-    state = changed(state, early=tuple(one for one in state.early if one not in followers))
+    state = replace(state, early=tuple(one for one in state.early if one not in followers))
     for one in (event, *followers):
         state = _waiting(state, one, now_s)
     return state
@@ -402,7 +402,7 @@ def _arrived(state: GroupState, event: Arrived, now_s: float) -> GroupState:
 def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
     """With a rank that waits at its stage."""
     former = state.formers[event.stage]
-    former = changed(former, latest=former.latest | {event.replica: event.batch})
+    former = replace(former, latest=former.latest | {event.replica: event.batch})
     # The one that arrives does not drain any more.
     is_whole = state.members <= former.present | {event.replica}
     may_be_last = former.may_be_last(event.until_next, len(state.members), state.settings)
@@ -415,7 +415,7 @@ def _waiting(state: GroupState, event: Arrived, now_s: float) -> GroupState:
         may_force=state.owner is None and is_whole,
     )
     state = state.with_former(event.stage, former)
-    return changed(state, owner=event.stage) if former.is_forced else state
+    return replace(state, owner=event.stage) if former.is_forced else state
 
 
 def _closed_if_due(state: GroupState, stage: int, now_s: float, groups: list[AveragingGroup]) -> GroupState:
@@ -425,11 +425,11 @@ def _closed_if_due(state: GroupState, stage: int, now_s: float, groups: list[Ave
     cut = former.cut(len(state.members), state.settings)
     state = state.with_former(stage, former.closed(cut, len(state.members), state.settings))
     if former.is_forced:
-        state = changed(state, owner=None)
+        state = replace(state, owner=None)
     for members in cut:
         group = AveragingGroup(stage, state.num_groups, members, is_forced=former.is_forced)
         groups.append(group)
-        state = _settled_or_open(changed(state, num_groups=state.num_groups + 1), group, groups)
+        state = _settled_or_open(replace(state, num_groups=state.num_groups + 1), group, groups)
     return state
 
 
@@ -437,10 +437,10 @@ def _settled_or_open(state: GroupState, group: AveragingGroup, groups: list[Aver
     """A group counts once all of it hold the mean; one alone has nothing to average."""
     key = (group.stage, group.number)
     if len(group.members) > 1 and group.summed < frozenset(group.replicas):
-        return changed(state, open=state.open | {key: group})
+        return replace(state, open=state.open | {key: group})
     if group.members:
-        groups.append(changed(group, is_settled=True))
-    return changed(state, open={one: each for one, each in state.open.items() if one != key})
+        groups.append(replace(group, is_settled=True))
+    return replace(state, open={one: each for one, each in state.open.items() if one != key})
 
 
 def _summed(state: GroupState, event: GroupSummed, groups: list[AveragingGroup]) -> GroupState:
@@ -449,7 +449,7 @@ def _summed(state: GroupState, event: GroupSummed, groups: list[AveragingGroup])
         return state
     if event.is_broken:
         return _again(state, group, group.members, groups)
-    return _settled_or_open(state, changed(group, summed=group.summed | {event.replica}), groups)
+    return _settled_or_open(state, replace(group, summed=group.summed | {event.replica}), groups)
 
 
 def _again(
@@ -459,7 +459,7 @@ def _again(
     groups: list[AveragingGroup],
 ) -> GroupState:
     """The next attempt of a group."""
-    group = changed(group, members=members, attempt=group.attempt + 1, summed=frozenset())
+    group = replace(group, members=members, attempt=group.attempt + 1, summed=frozenset())
     if members:
         groups.append(group)
     return _settled_or_open(state, group, groups)
@@ -467,14 +467,14 @@ def _again(
 
 def _gone(state: GroupState, replica: int, groups: list[AveragingGroup]) -> GroupState:
     forced = [stage for stage, one in enumerate(state.formers) if one.is_forced]
-    state = changed(
+    state = replace(
         state,
         members=state.members - {replica},
         formers=tuple(one.without(replica) for one in state.formers),
         early=tuple(one for one in state.early if one.replica != replica),
     )
     if any(not state.formers[stage].is_forced for stage in forced):
-        state = changed(state, owner=None)  # nobody is left of its group
+        state = replace(state, owner=None)  # nobody is left of its group
     for group in list(state.open.values()):
         if replica in group.replicas:
             members = tuple(one for one in group.members if one.replica != replica)

@@ -22,8 +22,8 @@ from bireme.sync.coordinator.messages import (
     Incarnation,
     RankId,
     Report,
-    changed,
     joint,
+    replace,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Pool, SyncMode
 from bireme.sync.coordinator.state import (
@@ -69,16 +69,16 @@ def _with_known_groups(state: CoordinatorState, callers: Collection[Incarnation]
         group = _group_of(reports, member)
         counts = group is not None and _may_count(group, former, heard)
         if group is not None and counts:
-            words[former, replica] = changed(group, is_settled=True)
+            words[former, replica] = replace(group, is_settled=True)
             if len(group.members) > 1:
                 before = trained.get((replica, former), 0)
                 trained[replica, former] = max(before, member.batch + 1)
         latest[former][replica] = member.batch - (not counts)
     told = [_last(one) for reports in heard.values() for one in reports]
     numbers = [group.number for group in told if group is not None]
-    formers = tuple(changed(former, latest=own) for former, own in zip(groups.formers, latest, strict=True))
-    groups = changed(groups, formers=formers, num_groups=max(numbers, default=-1) + 1)
-    return changed(state, groups=groups, group_words=words, trained=trained)
+    formers = tuple(replace(former, latest=own) for former, own in zip(groups.formers, latest, strict=True))
+    groups = replace(groups, formers=formers, num_groups=max(numbers, default=-1) + 1)
+    return replace(state, groups=groups, group_words=words, trained=trained)
 
 
 def _last(report: Report) -> GroupReply | None:
@@ -200,21 +200,21 @@ def taken_up(
         left = {one.own_life for one in newest.members}
         callers = [one for one in callers if one.own_life in left]
     state = _state(settings, there, last, newest, {one.replica for one in callers}, term * TERM)
-    state = changed(state, commits=_commits(last, held, [each.report for each in heard.values()]))
+    state = replace(state, commits=_commits(last, held, [each.report for each in heard.values()]))
     # What the other one wrote after its last word that anyone heard is undone by the first line.
     first = settings.first if settings.averages else state.lines[0].committed
     epoch = term * TERM + 1
     state = with_start(state, epoch, first)
-    state = changed(state, membership=changed(state.membership, epoch=epoch))
+    state = replace(state, membership=replace(state.membership, epoch=epoch))
     state = _with_summed(state, [one.own_life for one in callers])
     if settings.mode is SyncMode.GROUPS:
         state = _with_known_groups(state, [one.own_life for one in callers])
     if recorded is not None and state.lines and state.lines[0].committed < recorded:
         return None
     state = state.with_returned({one for one, _ in state.pool.deals} - {one.replica for one in callers})
-    started = changed(state.membership, epoch=epoch - 1).begun(callers)
+    started = replace(state.membership, epoch=epoch - 1).begun(callers)
     lost = [one for one in last.members if one not in callers]
-    return CoordinatorStep(changed(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
+    return CoordinatorStep(replace(state, gone=newest.gone, after=last.place).with_dropped(started, lost))
 
 
 def _fresh(
@@ -229,8 +229,8 @@ def _fresh(
     if len(heard_replicas(there, -inf)) < settings.num_replicas:
         return None
     state = begun(settings, term=candidate.next_term(max(e.report.epoch for e in heard.values()) // TERM))
-    membership = changed(state.membership, heard=there.heard, over=there.over, is_strict=True)
-    return CoordinatorStep(changed(state, membership=membership))
+    membership = replace(state.membership, heard=there.heard, over=there.over, is_strict=True)
+    return CoordinatorStep(replace(state, membership=membership))
 
 
 def _state(
@@ -244,18 +244,18 @@ def _state(
     """What words say, as a state: what counted by the `last` word of an epoch in which anything may count.
     Where these replicas train batches of their own, what was assigned and who heals is by the `newest` word.
     """
-    state = changed(begun(settings), membership=membership)
+    state = replace(begun(settings), membership=membership)
     for line, committed in zip(state.lines, last.committed, strict=True):
         grant = next((one for one in last.grants if one.line == line.number), None)
-        line = changed(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
+        line = replace(line, committed=committed, grant=grant, first_attempt=first_attempt)  # noqa: PLW2901
         state = state.with_line(line)
     deals = {(one.replica, one.batch): one.samples for one in last.deals}
     if not settings.averages:
         dealt = max([settings.first, *last.committed, *(batch + 1 for _, batch in deals)])
-        return changed(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
+        return replace(state, pool=Pool(last.fresh, last.waiting, deals), dealt=dealt)
     own = {key: samples for key, samples in deals.items() if key[0] in replicas}
     told = own | {(one.replica, one.batch): one.samples for one in newest.deals}
-    return changed(
+    return replace(
         state,
         heals=tuple(one for one in newest.heals if one.donor in replicas),
         pool=Pool(newest.fresh, newest.waiting, told),
@@ -279,7 +279,7 @@ def _commits(
     """
     told = [one.last for report in reports for one in report.rounds if one.last is not None]
     known = [*told, *(one for word in held for one in word.commits)]
-    found = {(one.line, one.round): changed(one, sources=()) for one in known if one.attempt != _UNKNOWN}
+    found = {(one.line, one.round): replace(one, sources=()) for one in known if one.attempt != _UNKNOWN}
     for line, committed in enumerate(last.committed):
         places = [one.rounds[line].committed for one in reports if line < len(one.rounds)]
         for number in range(min(places, default=committed), committed):
@@ -350,12 +350,12 @@ def host_step(host: Host, event: Event, now_s: float) -> _HostStep:
     # knows more of their samples than they do.
     may_be_replaced = not host.settings.averages or host.candidate.num_candidates > 1
     if _is_replaced(host.state, event, now_s, may_be_replaced=may_be_replaced):
-        candidate = changed(host.candidate, recorded=None)
-        return _HostStep(changed(host, candidate=candidate, state=None, heard={}), resigns=True)
+        candidate = replace(host.candidate, recorded=None)
+        return _HostStep(replace(host, candidate=candidate, state=None, heard={}), resigns=True)
     done = coordinator_step(host.state, event, now_s)
     # What ranks are told another host may take up, which then reads the lines.
     is_lasting = done.is_lasting or host.candidate.num_candidates > 1
-    return _HostStep(changed(host, state=done.state), done.words, done.lines, is_lasting)
+    return _HostStep(replace(host, state=done.state), done.words, done.lines, is_lasting)
 
 
 def _is_replaced(state: CoordinatorState, event: Event, now_s: float, *, may_be_replaced: bool) -> bool:
@@ -377,7 +377,7 @@ def _gathered(host: Host, event: Event, now_s: float) -> _HostStep:
             heard[event.rank] = Heard(event, now_s)
     ended = host.ended | {event.life} if isinstance(event, Ended) else host.ended
     heard = {rank: one for rank, one in heard.items() if rank.own_life not in ended}
-    host = changed(host, heard=heard, ended=ended, since_s=since_s)
+    host = replace(host, heard=heard, ended=ended, since_s=since_s)
     is_late = now_s >= host.since_s + _LATENESS * host.settings.lease_s
     taken = taken_up(host.settings, host.candidate, heard, ended=ended, is_late=is_late)
     if taken is None:
@@ -388,7 +388,7 @@ def _gathered(host: Host, event: Event, now_s: float) -> _HostStep:
 def _begun(host: Host, taken: CoordinatorStep, now_s: float) -> _HostStep:
     done = coordinator_step(taken.state, Tick(), now_s)
     state = done.state
-    candidate = changed(host.candidate, used=state.membership.epoch // TERM)
+    candidate = replace(host.candidate, used=state.membership.epoch // TERM)
     words = tuple((rank, word_for(state, rank)) for rank in sorted(state.membership.heard))
-    host = changed(host, candidate=candidate, state=state, heard={}, ended=frozenset())
+    host = replace(host, candidate=candidate, state=state, heard={}, ended=frozenset())
     return _HostStep(host, words, (*taken.lines, *done.lines))

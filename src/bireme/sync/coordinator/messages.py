@@ -41,10 +41,10 @@ from pydantic import TypeAdapter, ValidationError
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
-    from dataclasses import replace as changed
+    from dataclasses import replace as replace  # with its check of names
 else:
 
-    def changed(one, **values):
+    def replace(one, **values):
         """A copy of a frozen dataclass with slots, with other values in these fields. It calls no `__init__`,
         so it takes a third of the time of `dataclasses.replace`, which would be most of what an event costs.
         """
@@ -63,7 +63,7 @@ def _copier(kind: type) -> tuple[Callable[[Any], Any], dict[str, Callable[[Any, 
     each = tuple(setters.values())
 
     def copied(one: Any) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for put, value in zip(each, values(one), strict=True):
             put(made, value)
         return made

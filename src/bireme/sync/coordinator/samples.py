@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from bireme.balance import Balance, Policy, ShareLimits, begun, fair_shares, rebalance
-from bireme.sync.coordinator.messages import TERM, Deal, SamplePlaces, changed
+from bireme.sync.coordinator.messages import TERM, Deal, SamplePlaces, replace
 
 # What a coordinator is told before it begins: the same on all machines, so that any of them can take up.
 
@@ -209,7 +209,7 @@ class Dealing:
             for one, pace in zip(replicas, paces, strict=True)
         ]
         shares = fair_shares(batch_size, paces, limits)
-        return changed(self, replicas=replicas, silent=silent, balance=begun(shares, batch))
+        return replace(self, replicas=replicas, silent=silent, balance=begun(shares, batch))
 
     def counts(self, batch: int) -> dict[int, int]:
         """The samples of each replica in a batch."""
@@ -227,7 +227,7 @@ class Dealing:
             paces = paces | {one: seconds[one] / count for one, count in counts.items() if count}
         late = {one: slowness for one, slowness in self.late.items() if one not in counts}
         if self.balance is None or seconds.keys() != set(self.replicas) or counts != self.counts(batch):
-            return changed(self, paces=paces, late=late)
+            return replace(self, paces=paces, late=late)
         busy = [seconds[one] for one in self.replicas]
         balance = rebalance(
             self.balance,
@@ -237,7 +237,7 @@ class Dealing:
             policy=_POLICY,
             takes_effect=takes_effect,
         )
-        return changed(self, balance=balance, paces=paces, late=late)
+        return replace(self, balance=balance, paces=paces, late=late)
 
     def with_late(self, batch: int, replicas: Collection[int], *, takes_effect: int) -> "Dealing":
         """After a round that had to go on without these: each is taken to be twice as slow as was known, from
@@ -251,14 +251,14 @@ class Dealing:
             return self
         slower = {one: 2 * self.late.get(one, 1.0) for one in found}
         until = dict.fromkeys(found, takes_effect)
-        return changed(self, late=self.late | slower, known_until=self.known_until | until, replicas=())
+        return replace(self, late=self.late | slower, known_until=self.known_until | until, replicas=())
 
     def _recovered(self, replicas: Collection[int]) -> "Dealing":
         """After a round that nobody measured: who came in time is given more again, little by little."""
         if not self.late.keys() & set(replicas):
             return self
         eased = {one: slow * _RECOVERY if one in replicas else slow for one, slow in self.late.items()}
-        return changed(self, late={one: slow for one, slow in eased.items() if slow > 1.0}, replicas=())
+        return replace(self, late={one: slow for one, slow in eased.items() if slow > 1.0}, replicas=())
 
     def _own_limits(self, replicas: tuple[int, ...]) -> ShareLimits:
         limits = self.limits
@@ -284,14 +284,14 @@ class Pool:
         for replica, count in counts.items():
             taken, pool = pool._taken(count)
             deals[replica, batch] = taken
-        return changed(pool, deals=deals)
+        return replace(pool, deals=deals)
 
     def without_deals(self, replicas: Iterable[int], batch: int) -> "Pool":
         """After the assignments of these replicas in a batch have been committed."""
         deals = dict(self.deals)
         for replica in replicas:
             deals.pop((replica, batch), None)
-        return changed(self, deals=deals)
+        return replace(self, deals=deals)
 
     def with_returned(self, replica: int, *, below: int | None = None) -> "Pool":
         """After what a replica has of the batches `below` has come back; without a limit all of it."""
@@ -299,7 +299,7 @@ class Pool:
         if not back:
             return self
         waiting = united((*self.waiting, *(one for key in back for one in self.deals[key])))
-        return changed(
+        return replace(
             self,
             waiting=waiting,
             deals={key: own for key, own in self.deals.items() if key not in back},
@@ -335,7 +335,7 @@ class Pool:
                 left.insert(0, SamplePlaces(end, first.end))
         if count:
             taken.append(SamplePlaces(self.fresh, self.fresh + count))
-        return united(taken), changed(self, fresh=self.fresh + count, waiting=tuple(left))
+        return united(taken), replace(self, fresh=self.fresh + count, waiting=tuple(left))
 
 
 def united(samples: Iterable[SamplePlaces]) -> tuple[SamplePlaces, ...]:

@@ -26,7 +26,7 @@ from bireme.sync.coordinator.messages import (
     Report,
     RoundAt,
     RoundPart,
-    changed,
+    replace,
 )
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, Dealing, Pool
 
@@ -127,12 +127,12 @@ class Membership:
         found = self if last is not None else self.with_over(Incarnation(rank.replica, rank.life - 1))
         # Looking up an equal key that is another object takes several times as long.
         rank = _ranks_of(rank.replica, rank.life, self.num_stages)[rank.stage]
-        return changed(found, heard=found.heard.with_one(rank, Heard(report, now_s)))
+        return replace(found, heard=found.heard.with_one(rank, Heard(report, now_s)))
 
     def without(self, life: Incarnation) -> "Membership":
         """After a silent incarnation was dropped: nothing that it says counts again."""
         heard = {rank: each for rank, each in self.heard.items() if rank.own_life != life}
-        return changed(self, heard=HeardRanks(heard), dropped=self.dropped | {life})
+        return replace(self, heard=HeardRanks(heard), dropped=self.dropped | {life})
 
     def with_over(self, life: Incarnation) -> "Membership":
         """After an incarnation is known to have ended: it, and those before it, do not vote."""
@@ -142,10 +142,10 @@ class Membership:
         def ends(one: Incarnation | RankId) -> bool:
             return one.replica == life.replica and one.life <= life.life
 
-        return changed(
+        return replace(
             self,
             over=self.over | {life.replica: life.life + 1},
-            voters=tuple(own.difference(filter(ends, own)) for own in self.voters),
+            voters=tuple(own.difference([one for one in own if ends(one)]) for own in self.voters),
             heard=HeardRanks({rank: each for rank, each in self.heard.items() if not ends(rank)}),
         )
 
@@ -227,7 +227,7 @@ class Membership:
         if not self._are_enough({one for own in self.voters for one in own if self.confirms(one)}):
             return self
         present = frozenset(one.own_life for one in self.members)
-        return changed(self, voters=(present,), is_strict=False, is_installed=True)
+        return replace(self, voters=(present,), is_strict=False, is_installed=True)
 
     @property
     def num_to_confirm(self) -> int:
@@ -247,7 +247,7 @@ class Membership:
     def begun(self, members: Collection[Member]) -> "Membership":
         """The next epoch."""
         ordered = tuple(sorted(members, key=attrgetter("replica")))
-        return changed(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
+        return replace(self, epoch=self.epoch + 1, members=ordered, is_installed=False)
 
     def _are_enough(self, there: set[Incarnation]) -> bool:
         for own in self.voters:
@@ -434,7 +434,7 @@ class RoundSequence:
 
     def after_commit(self) -> "RoundSequence":
         """Ready for the next round."""
-        return changed(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
+        return replace(self, committed=self.committed + 1, attempts=0, grant=None, ready=frozenset())
 
 
 def is_ready(line: RoundSequence, reports: Collection[Report]) -> bool:
@@ -479,7 +479,7 @@ def next_grant(
     of any attempt at the present round of another line: ranks ignore what is older than the last attempt.
     """
     if line.ready != ready.keys():
-        line = changed(line, ready=frozenset(ready), since_s=now_s)
+        line = replace(line, ready=frozenset(ready), since_s=now_s)
     if not ready:
         return line
     missing = set(contributors) - ready.keys()
@@ -489,7 +489,7 @@ def next_grant(
     number = max(line.attempts, attempts)
     parts = tuple(RoundPart(replica, num) for replica, num in sorted(ready.items()))
     grant = Grant(line.number, line.committed, line.first_attempt + number, parts)
-    return changed(line, grant=grant, attempts=number + 1)
+    return replace(line, grant=grant, attempts=number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,15 +595,15 @@ class CoordinatorState:
 
     def with_line(self, line: RoundSequence) -> "CoordinatorState":
         """With another state of a line of rounds."""
-        return changed(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
+        return replace(self, lines=tuple(line if one.number == line.number else one for one in self.lines))
 
     def in_epoch(self, membership: Membership, members: Collection[Member]) -> "CoordinatorState":
         """In the next epoch, with these members: what was granted in the one before is off."""
-        return changed(self.without_grants(), membership=membership.begun(members))
+        return replace(self.without_grants(), membership=membership.begun(members))
 
     def without_grants(self) -> "CoordinatorState":
         """With nothing granted."""
-        return changed(self, lines=tuple(changed(one, grant=None) for one in self.lines))
+        return replace(self, lines=tuple(replace(one, grant=None) for one in self.lines))
 
     def first_undealt(self, replica: int) -> int:
         """The first of its own batches that was not assigned to a replica."""
@@ -626,7 +626,7 @@ class CoordinatorState:
         line = Committed(
             self.membership.epoch, batch, attempt, replicas, samples, pool.fresh, pool.open, pool.returned
         )
-        return changed(self, pool=pool, ledger=(*self.ledger, line))
+        return replace(self, pool=pool, ledger=(*self.ledger, line))
 
     def with_dropped(
         self, membership: Membership, lost: Iterable[Member], leaving: Collection[Member] = ()
@@ -642,14 +642,14 @@ class CoordinatorState:
                 membership, why = membership.without(one.own_life), Absence.SILENT
             gone.pop(one.replica, None)
             gone[one.replica] = Gone(one.replica, one.life, step, why, next(iter(one.addresses), ""))
-        return changed(self, membership=membership, gone=tuple(gone.values()))
+        return replace(self, membership=membership, gone=tuple(gone.values()))
 
     def with_returned(self, replicas: Iterable[int]) -> "CoordinatorState":
         """After all that was assigned to replicas has come back."""
         pool = self.pool
         for one in replicas:
             pool = pool.with_returned(one)
-        return changed(self, pool=pool)
+        return replace(self, pool=pool)
 
 
 @dataclass(frozen=True, slots=True)

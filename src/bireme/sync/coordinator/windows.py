@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf
 
-from bireme.sync.coordinator.messages import End, Progress, Report, Window, changed
+from bireme.sync.coordinator.messages import End, Progress, Report, Window, replace
 from bireme.sync.coordinator.samples import Dealing, SyncMode
 from bireme.sync.coordinator.state import CoordinatorState
 
@@ -93,7 +93,7 @@ def _with_deals_of(state: CoordinatorState, replica: int, now_s: float) -> Coord
         batch += 1
     paces = state.paces.begun(replica, now_s) if batch > first else state.paces
     dealt_to = state.dealt_to | {replica: batch}
-    return changed(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, paces=paces)
+    return replace(state, dealing=dealing, pool=pool, ends=ends, dealt_to=dealt_to, paces=paces)
 
 
 def _has_equal_share(
@@ -139,7 +139,7 @@ def _would_end_last(
         found = _trainer(state, dealing, other, state.first_undealt(other), now_s)
         if other != replica and found is not None:
             has_ended = state.has_ended(other, window.number)
-            others.append(changed(found, batch_s=inf) if has_ended else found)
+            others.append(replace(found, batch_s=inf) if has_ended else found)
     end_s = own.free_s + own.batch_s
     return done_without(others, left, end_s) < end_s
 
