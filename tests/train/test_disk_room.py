@@ -91,6 +91,27 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(
     assert room.checkpoint_bytes == sum(saved[name].nbytes for name in saved) + trial_bytes
 
 
+def test_a_machine_with_its_own_folder_needs_room_for_its_part_and_for_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = write_run(tmp_path, "1f1b", 1), RunFolder(tmp_path / "runs" / "run")
+    assert bireme(capsys, "train", str(path), *BRIEF).status == 0
+    prepared = prepared_before(folder.load_run(), folder, lambda _done, _what: None)
+    room = disk_room.disk_room(prepared, folder)
+    assert room is not None
+    whole = room.num_checkpoints * room.checkpoint_bytes
+    assert whole > 0
+    assert [disk_room.kept_bytes(prepared, folder, 0, num) for num in (2, 3, 4)] == [
+        whole,
+        whole * 2 // 3,
+        whole // 2,
+    ]
+    disk_room.check_kept(folder, whole)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: whole - 1)
+    with pytest.raises(BiremeError, match="copies of those of others take"):
+        disk_room.check_kept(folder, whole)
+
+
 def test_a_run_waits_for_room_for_its_last_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

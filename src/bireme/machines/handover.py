@@ -109,6 +109,6 @@ def packed_handover(
 
 
 def _path(run: str) -> Path:
-    if Path(run).name != run:
+    if not run or Path(run).name != run:
         raise BiremeError(f"{run!r} is not the name of a run.")
     return key_path().with_name("deputy") / f"{run}.json"

@@ -100,6 +100,28 @@ def check_room(prepared: PreparedRun, folder: RunFolder, step: int = 0) -> None:
     )
 
 
+def kept_bytes(prepared: PreparedRun, folder: RunFolder, step: int, num_machines: int) -> int:
+    """Bytes of checkpoints that each machine keeps on average if all have folders of their own: what its
+    ranks write, and its copies of what others write.
+    """
+    room = disk_room(prepared, folder, step)
+    if room is None:
+        return 0
+    num = min(1 + prepared.run.checkpoint.copies, num_machines)
+    return room.num_checkpoints * room.checkpoint_bytes * num // num_machines
+
+
+def check_kept(folder: RunFolder, needed_bytes: int) -> None:
+    """Refuse a run whose checkpoints and copies this machine cannot keep in a folder of its own."""
+    free = free_bytes(folder.path)
+    if free is not None and free < needed_bytes:
+        raise BiremeError(
+            f"The disk of {folder.path} has {bytes_text(free)} free. Checkpoints of this machine and copies "
+            f"of those of others take {bytes_text(needed_bytes)}. Free space, lower checkpoint.keep, or set "
+            "log.folder, under bireme join BIREME_RUNS, to a folder on another disk."
+        )
+
+
 def _checkpoint_bytes(prepared: PreparedRun) -> int:
     """The tensors of one checkpoint over all ranks."""
     run, graph, plan = prepared.run, prepared.graph, prepared.plan.plan

@@ -32,7 +32,7 @@ from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import KEY, PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.checkpoint.holders import MACHINES, MachinesNote
-from bireme.train.disk_room import check_room
+from bireme.train.disk_room import check_kept, check_room, kept_bytes
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
@@ -388,7 +388,13 @@ class _Joined:
                 if addresses:
                     files = paths_for_all(led.folder.load_run())
                     self._folders.served(led.folder.path, files)
-                    orders = replace(orders, mark=put_mark(led.folder.path.parent), files=files)
+                    needed = kept_bytes(led.prepared, led.folder, led.step, len(nodes))
+                    orders = replace(
+                        orders,
+                        mark=put_mark(led.folder.path.parent),
+                        files=files,
+                        kept_bytes=0 if self._anyway else needed,
+                    )
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
                 self._take(orders, nodes)
                 led = self._hear_all(led)
@@ -496,6 +502,7 @@ class _Joined:
         first = KeeperAddress(**self._talk.hear("folder/0"))
         try:
             take_run(folder, name, first)
+            check_kept(folder, orders.kept_bytes)
             take_files(folder, orders.files, first)
         except OSError as error:
             raise BiremeError(
