@@ -59,8 +59,9 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
 ) -> None:
     path = planned(tmp_path, "quorum", model=LARGER)
     more = settings(
-        training__steps=500,
+        training__steps=1500,
         training__batch_size=24,
+        plan__schedule="1f1b",
         sync__lease_s=5.0,
         elastic__patience_s=20.0,
         checkpoint__every_steps=50,
@@ -70,7 +71,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         red, blue, green, gray = (
             Machine(tmp_path, host, name, stack, pace_s)
             for host, name, pace_s in zip(
-                found, ("red", "blue", "green", "gray"), (0.01, 0.01, 0.01, 0.02), strict=True
+                found, ("red", "blue", "green", "gray"), (0.02, 0.02, 0.02, 0.03), strict=True
             )
         )
         words = ("--machines", "3..4", "--wait", "5", "--deputy", "blue")
@@ -106,7 +107,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         assert successor.process.returncode == 0, said
         assert [one.process.wait(patience_s()) for one in (second, third)] == [0, 0], second.said
     assert "green (10.98.0.3) is back" in said
-    assert json.loads(out)["run"]["steps"] == 500
+    assert json.loads(out)["run"]["steps"] == 1500
     assert not [*(tmp_path / "blue" / "deputy").iterdir()]
     check = check_ledger(blue.run / "ledger.jsonl")
     assert check.is_whole
