@@ -360,14 +360,19 @@ def with_deals(state: CoordinatorState, now_s: float) -> CoordinatorState:
     """With the samples of all batches that a rank wants."""
     if not state.is_quorum:
         return with_own_deals(state, now_s)
-    are_wanted = any(one.report.wants > state.dealt for one in state.membership.heard.values())
-    if not state.membership.members or not are_wanted:
+    if not state.membership.members:
         return state
-    while state.dealt < max((r.wants for one in state.contributors for r in state.reports(one)), default=0):
+    while _are_wanted(state):
         dealing = state.dealing.among(state.contributors, state.dealt, _silent(state, now_s))
         pool = state.pool.with_deal(state.dealt, dealing.counts(state.dealt))
         state = replace(state, dealing=dealing, pool=pool, dealt=state.dealt + 1)
     return state
+
+
+def _are_wanted(state: CoordinatorState) -> bool:
+    """Whether a replica that trains the next batch wants its samples."""
+    found = {rank.replica for rank, each in state.membership.heard.items() if each.report.wants > state.dealt}
+    return bool(found) and not found.isdisjoint(state.contributors)
 
 
 def with_sources(state: CoordinatorState) -> CoordinatorState:
@@ -389,11 +394,14 @@ def committed_rounds(state: CoordinatorState, *, donor: int | None = None) -> li
     """Of each line how many rounds all members have, and those that heal: all, or only those of a `donor`."""
     # But for quorum a snapshot says which rounds are in it.
     heals = {one.replica: state.is_quorum * one.batch for one in state.heals if donor in (None, one.donor)}
-    needs = dict.fromkeys(state.membership.replicas, 0) | heals
+    others = {*state.membership.replicas} - heals.keys()
+    reports = {rank: each.report for rank, each in state.membership.heard.items() if rank.replica in others}
+    is_one_silent = len({rank.replica for rank in reports}) < len(others)
     found = []
     for line in state.lines:
-        numbers = (num_rounds(state, one, line.number, least) for one, least in needs.items())
-        found.append(min(numbers, default=line.committed))
+        numbers = [num_rounds(state, one, line.number, least) for one, least in heals.items()]
+        numbers += [one.at(line.number).committed for one in reports.values()]
+        found.append(0 if is_one_silent else min(numbers, default=line.committed))
     return found
 
 

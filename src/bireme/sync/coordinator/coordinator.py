@@ -44,6 +44,7 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Report,
     joint,
+    put,
     replace,
 )
 from bireme.sync.coordinator.samples import Began, CoordinatorSettings, Dealing, Pool, SyncMode
@@ -236,7 +237,7 @@ def _without_more(
     state: CoordinatorState, report: Report, last: Report, now_s: float
 ) -> CoordinatorState | None:
     """The state after a report of a rank whose `last` one is known, if nothing more follows from it; None if
-    something may.
+    something may. The state is the step's own copy, in which this is set.
     """
     if _all_of(report) == _all_of(last):  # it lives
         return state
@@ -279,8 +280,8 @@ def _without_more(
         lacking = lacking if at is None else at
     if line is state.lines[0] and num_to_confirm == state.num_to_confirm:
         awaited = place, summing, lacking
-        return state if awaited == state.awaited else replace(state, awaited=awaited)
-    return replace(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
+        return put(state, awaited=awaited)
+    return put(state, lines=(line,), awaited=(place, summing, lacking), num_to_confirm=num_to_confirm)
 
 
 def _with_ready(
@@ -315,7 +316,9 @@ def _search(items: Sequence[_Item], first: int, is_it: Callable[[_Item], bool]) 
     """The first place, from `first` on downward and around the start, of such an item. Ranks are heard in
     the order of their numbers more often than in the reverse.
     """
-    places = (one % len(items) for one in range(first, first - len(items), -1))
+    if items and is_it(items[first % len(items)]):  # as nearly always
+        return first % len(items)
+    places = (one % len(items) for one in range(first - 1, first - len(items), -1))
     return next((at for at in places if is_it(items[at])), None)
 
 
@@ -418,16 +421,17 @@ def is_behind(state: CoordinatorState, report: Report) -> bool:
 def wake_s(state: CoordinatorState, now_s: float) -> float:
     """The next time at which a `Tick` could change something."""
     settings = state.settings
-    times = [state.silence_s if state.silence_s >= now_s else _silence_s(state, now_s)]
-    times += [line.since_s + settings.grace_s for line in state.lines if line.grant is None and line.ready]
-    if state.first_heard_s is not None:
-        times.append(state.first_heard_s + settings.lease_s)
+    found = state.silence_s if state.silence_s >= now_s else _silence_s(state, now_s)
+    for line in state.lines:
+        if line.grant is None and line.ready and now_s <= line.since_s + settings.grace_s < found:
+            found = line.since_s + settings.grace_s
+    if state.first_heard_s is not None and now_s <= state.first_heard_s + settings.lease_s < found:
+        found = state.first_heard_s + settings.lease_s
     if state.still_s is not None and not state.standstill:
-        times.append(state.still_s + _still_limit_s(state))
+        limit_s = state.still_s + _still_limit_s(state)
+        found = limit_s if now_s <= limit_s < found else found
     deadline_s = None if state.groups is None else next_deadline_s(state.groups)
-    if deadline_s is not None:
-        times.append(max(deadline_s, now_s))
-    return min(one for one in times if one >= now_s)
+    return found if deadline_s is None else min(found, max(deadline_s, now_s))
 
 
 def word_for(state: CoordinatorState, rank: RankId) -> CoordinatorReply:
