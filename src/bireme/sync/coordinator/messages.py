@@ -56,7 +56,8 @@ _Copy = TypeVar("_Copy")
 
 def put(copy: _Copy, **values: Any) -> _Copy:
     """Set these fields of a copy that `replace` has made and that nothing else refers to yet; returns it."""
-    setters = _copier(type(copy))[1]
+    kind: Any = type(copy)
+    setters = _copier(kind)[1]
     for name, value in values.items():
         setters[name](copy, value)
     return copy
