@@ -74,7 +74,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
                 found, ("red", "blue", "green", "gray"), (0.02, 0.02, 0.02, 0.03), strict=True
             )
         )
-        words = ("--machines", "3..4", "--wait", "5", "--deputy", "blue")
+        words = ("--machines", "3..4", "--wait", "5", "--deputy", "blue", "--json")
         first = red.type("coordinate", str(path), "--listen", f"{red.host.address}:0", *words, *more)
         lines = lines_of(first, 3)
         second, third = (
