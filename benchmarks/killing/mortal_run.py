@@ -356,7 +356,8 @@ def losses_of_one_process(path: Path) -> list[float]:
         numbers = [int(one) for begin, end in places for one in order.numbers(begin, end - begin)]
         return dict(data.training.take(numbers))
 
-    alone = replace(load_plan(folder.plan).plan, cuts=(), width=1, updates_early=False)
+    plan = load_plan(folder.plan).plan
+    alone = replace(plan, cuts=(), width=1, updates_early=False, micro_batch_sizes=(), devices=())
     training = asked.training
     pipeline = Pipeline(
         graph,
