@@ -257,7 +257,8 @@ class _LogTail:
         found = int(record["step"]), float(record["time_s"])
         if record["kind"] == "start":
             is_of_phase = record.get("phase") == phase
-            self._begun, self._first, self._last, self._is_slow = found, None, None, False
+            self._begun = found if is_of_phase else None
+            self._first, self._last, self._is_slow = None, None, False
         elif record["kind"] == "slow":
             self._is_slow = bool(record["stages"])
         elif record["kind"] == "train" and self._begun is not None:
