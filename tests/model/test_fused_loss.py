@@ -27,7 +27,7 @@ from bireme.model.units import units_of
 from bireme.profile.estimate import estimate_unit
 from bireme.profile.profiler import profile
 from bireme.profile.trace import StorageTrace
-from bireme.train.model import with_fused_loss
+from bireme.train.model import as_trained
 from bireme.train.plan_search import fused_loss_note
 from bireme.train.run_file import RunFile
 from tests.support.extent import TRY_ALL
@@ -342,7 +342,7 @@ def test_products_of_sixteen_bits_add_up_in_float32() -> None:
 
 
 def test_captures_are_finished_for_each_mode() -> None:
-    finish = partial(with_fused_loss, RunFile.model_validate({"model": {"fused_loss": True}}))
+    finish = partial(as_trained, RunFile.model_validate({"model": {"fused_loss": True}}))
     for training in (True, False):
         graph = Captures(Model(Tail()), samples(FEW), training=training, finish=finish).graph(FEW)
         assert [one.target for one in graph.operators].count(FUSED) == 1
@@ -351,17 +351,17 @@ def test_captures_are_finished_for_each_mode() -> None:
 def test_a_fused_loss_that_cannot_be_is_refused() -> None:
     run = RunFile.model_validate({"model": {"fused_loss": True}})
     with pytest.raises(BiremeError, match=r"model\.fused_loss is true, but aten\.tanh\.default lies between"):
-        with_fused_loss(run, capture(Model(Tail(between=torch.tanh)), samples(FEW)))
+        as_trained(run, capture(Model(Tail(between=torch.tanh)), samples(FEW)))
 
 
 def test_gradients_kept_as_components_leave_their_layer_as_it_is() -> None:
     run = RunFile.model_validate({"model": {"fused_loss": True}, "training": {"gradient": "principal:1"}})
     graph = capture(Model(Tail()), samples(FEW))
     with pytest.raises(BiremeError, match=r"training\.gradient keeps the gradient"):
-        with_fused_loss(run, graph)
+        as_trained(run, graph)
     of_others = {"gradient": "principal:1", "gradient_of": ["inner.weight"]}
     other = RunFile.model_validate({"model": {"fused_loss": True}, "training": of_others})
-    assert with_fused_loss(other, graph) != graph
+    assert as_trained(other, graph) != graph
 
 
 def test_a_plan_notes_why_many_logits_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ Lengths that depend on the batch size are expressions in `b`, such as `16*b`.
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,10 +152,19 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The shape and type of a weight whose content lies in the bytes of a state (`nf4.py`)."""
+
+    shape: tuple[Place, Place]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelState:
     """A parameter, a buffer, or a tensor that the model's code holds as a constant.
 
-    `aliases` are the other names of the same tensor (tied weights). A constant carries its `data`.
+    `aliases` are the other names of the same tensor (tied weights). A constant carries its `data`. A state
+    with a `packed` weight has the shape and type of its bytes.
     """
 
     name: str
@@ -166,6 +175,14 @@ class ModelState:
     persistent: bool = True
     aliases: tuple[str, ...] = ()
     data: bytes | None = None
+    packed: PackedMatrix | None = None
+
+    @property
+    def unpacked(self) -> "ModelState":
+        """The state of the weight that is packed in this one; this state if it is a plain tensor."""
+        if self.packed is None:
+            return self
+        return replace(self, shape=self.packed.shape, dtype=self.packed.dtype, packed=None)
 
     @property
     def num_elements(self) -> int:

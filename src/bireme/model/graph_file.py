@@ -15,7 +15,7 @@ from typing import Any
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.model.graph import Graph, ModelState, Operator, Output, Reference, Token, Value
+from bireme.model.graph import Graph, ModelState, Operator, Output, PackedMatrix, Reference, Token, Value
 
 _FORMAT = 1
 
@@ -68,7 +68,11 @@ def _worded(thing: Any) -> Any:
             return {"token": kind, "name": name}
         case Operator():
             return _table(thing) | {"flops": float(thing.flops)}
-        case Value() | ModelState() | Output():
+        case ModelState(packed=None):
+            found = _table(thing)
+            del found["packed"]  # graphs without such weights keep their hash
+            return found
+        case Value() | ModelState() | PackedMatrix() | Output():
             return _table(thing)
         case tuple():
             return [_worded(part) for part in thing]

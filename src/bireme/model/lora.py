@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError, closest
 from bireme.model.convert import named_tensors
 from bireme.model.graph import Graph, ModelState
+from bireme.model.nf4_operator import plain
 from bireme.model.part import ALL_LINEAR, LoraPart
+from bireme.model.weights import Weights
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -33,7 +35,8 @@ PREFIX = "base_model.model."
 
 _WRAPPED = ".base_layer."
 
-Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
+_LENGTHS = ".lora_magnitude_vector"
+"""The parameters of DoRA that begin as the lengths of a weight's rows."""
 
 
 def _peft_library() -> Any:
@@ -78,13 +81,20 @@ class Adapter:
 
     def weights(self, graph: Graph, base: Weights, seed: int) -> Weights:
         """Gives states by their names now: those of the base from `base`, new ones of the adapter."""
-        shapes = {state.name: state.shape for state in graph.parameters}
+        states = {state.name: state for state in graph.parameters}
 
         def given(names: Sequence[str]) -> dict[str, Tensor]:
-            own = {name: self.base_names[name] for name in names if name in self.base_names}
-            found = base([*own.values()])
-            fresh = {name: _fresh(name, shapes[name], seed) for name in names if name not in own}
-            return {name: found[old] for name, old in own.items()} | fresh
+            lengths = {name: _weight_of(name) for name in names if _LENGTHS in name}
+            wanted = [name for name in (*names, *lengths.values()) if name in self.base_names]
+            old = base([*dict.fromkeys(self.base_names[name] for name in wanted)])
+            found = {name: old[self.base_names[name]] for name in wanted}
+            for name in names:
+                if name in lengths:
+                    weight = plain(found[lengths[name]], states[lengths[name]])
+                    found[name] = torch.linalg.vector_norm(weight, dim=1).float()
+                elif name not in found:
+                    found[name] = _fresh(name, states[name].shape, seed)
+            return {name: found[name] for name in names}
 
         return given
 
@@ -94,6 +104,7 @@ class Adapter:
         for name in weights:
             if name not in self.base_names:
                 begin, _, end = name.rpartition(f".{NAME}")
+                end = "" if begin.endswith(_LENGTHS) else end  # as peft's files have it
                 own[f"{PREFIX}{begin}{end}"] = weights[name]
         save_file(own, str(folder / _ADAPTER_WEIGHTS), metadata={"format": "pt"})
         config = copy.copy(self.config)
@@ -138,10 +149,12 @@ class _Merged(Mapping[str, Tensor]):
         state = {
             one.removeprefix(f"{path}."): self._weights[one] for one in own if one not in self._base_names
         }
+        state["base_layer.weight"] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         layer.load_state_dict(state, strict=False, assign=True)
         with torch.no_grad():
-            delta: Tensor = layer.get_delta_weight(NAME)
-        return (tensor + delta.to(tensor.dtype)).contiguous()
+            layer.merge(adapter_names=[NAME])
+        merged: Tensor = layer.get_base_layer().weight.detach()
+        return merged.to(tensor.dtype).contiguous()
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -163,6 +176,8 @@ def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
         r=lora.rank,
         lora_alpha=lora.scaling_alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         target_modules=targets,
         task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
     )
@@ -180,12 +195,23 @@ def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
             f"No adapter can be added to {type(model).__name__}: {reason}. Name modules that are linear "
             "layers, embeddings or convolutions in model.lora.targets."
         ) from error
+    for name, module in model.named_modules() if lora.use_dora else ():
+        if hasattr(module, "get_delta_weight") and not isinstance(module.get_base_layer(), nn.Linear):
+            raise BiremeError(
+                f"model.lora.use_dora is for linear layers, and {name} is a "
+                f"{type(module.get_base_layer()).__name__}. Leave it out of model.lora.targets."
+            )
     device = next((one.device for one in base.parameters()), torch.device("cpu"))
     for parameter in model.parameters():
         if id(parameter) not in before:
             parameter.data = parameter.data.to(device, dtype)
         parameter.requires_grad_(id(parameter) not in before)
     return Adapter(base, model, config, _base_names(model, before))
+
+
+def _weight_of(name: str) -> str:
+    """The weight that a parameter of DoRA belongs to."""
+    return f"{name.partition(_LENGTHS)[0]}{_WRAPPED}weight"
 
 
 def _check_targets(modules: Sequence[str], targets: Iterable[str]) -> None:

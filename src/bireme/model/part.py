@@ -14,13 +14,16 @@ class LoraPart:
     """A low-rank adapter: every target W becomes W + alpha / rank · B A, and only A and B learn.
 
     `targets` are names of modules, or ends of names, as in the peft library; `alpha` is twice the rank where
-    it is None.
+    it is None. With `use_rslora` alpha is divided by the square root of the rank. With `use_dora` W + … is
+    scaled row by row to lengths that learn too.
     """
 
     rank: int
     alpha: float | None = None
     dropout: float = 0.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
+    use_rslora: bool = False
+    use_dora: bool = False
 
     @property
     def scaling_alpha(self) -> float:

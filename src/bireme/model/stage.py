@@ -33,6 +33,8 @@ from bireme.model.graph import (
     evaluate,
     expand,
 )
+from bireme.model.nf4 import NF4_LINEAR, NF4_WEIGHT
+from bireme.model.nf4_operator import nf4_linear, unpacked
 from bireme.model.torch_private import compiler_errors, cpp_compiler, set_grad_enabled
 from bireme.model.units import Unit
 
@@ -45,6 +47,14 @@ Resolve = Callable[[Operator], Callable[..., Any]]
 """From an operator of a graph to what is called with its arguments."""
 
 
+_OWN: Mapping[str, Callable[..., Any]] = {
+    FUSED: linear_cross_entropy,
+    NF4_LINEAR: nf4_linear,
+    NF4_WEIGHT: unpacked,
+}
+"""What runs for operators that are no operators of torch."""
+
+
 def torch_operator(operator: Operator) -> Callable[..., Any]:
     """What the operator's target names: an operator of torch, or a function of Python's operator module."""
     if operator.is_of_chain:
@@ -53,8 +63,8 @@ def torch_operator(operator: Operator) -> Callable[..., Any]:
             "graph. Give the modules and the loss that it was made of: stage_function(graph, units, "
             "resolve=chain_resolver(graph, modules, loss=loss))."
         )
-    if operator.target == FUSED:
-        return linear_cross_entropy
+    if operator.target in _OWN:
+        return _OWN[operator.target]
     space, _, rest = operator.target.partition(".")
     found: Callable[..., Any]
     if space in ("operator", "math"):

@@ -289,7 +289,7 @@ class _Flow:
         }
 
     def _is_matrix(self, name: str) -> bool:
-        return sum(length > 1 for length in self.states[name].shape) > 1
+        return sum(length > 1 for length in self.states[name].unpacked.shape) > 1
 
     def _passing_by(self) -> set[str]:
         """The values that several layers use, or that a whole layer lies between."""

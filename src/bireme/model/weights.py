@@ -8,7 +8,7 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, ModelState
+from bireme.model.nf4_operator import packed
 from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, schema_of, storage_id
 
 # Weights from a folder of safetensors, by name: only the tensors asked for are read.
@@ -28,6 +29,9 @@ from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters
 # weights may be stored under any of their names, and all names may lack, or have, one word at their front.
 # Where the model is given and its package keeps checkpoints in another form than the model's (experts apart
 # that the model holds together, older names), that package's own rules convert them.
+
+Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Gives parameters and buffers by name."""
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -44,7 +48,8 @@ def load_weights(
     """The graph's parameters and buffers of these names as a folder holds them, on the CPU.
 
     Buffers that belong into no checkpoint (they are not persistent) are left out of the result. `dtype` is
-    for parameters; without it, and for buffers, the graph's own holds. `model`, on the meta device or not, is
+    for parameters; without it, and for buffers, the graph's own holds. Weights that the graph has packed are
+    packed one by one. `model`, on the meta device or not, is
     only asked for its package's rules.
     """
     states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
@@ -75,6 +80,8 @@ def open_weights(
         def read(name: str) -> Tensor:
             state = states[name]
             tensor = sources.read(state)
+            if state.packed is not None:
+                return packed(tensor)
             converts = dtype is not None and state.is_parameter and tensor.is_floating_point()
             kept = dtype if converts else getattr(torch, state.dtype)
             return tensor.to("cpu", kept, copy=True)
@@ -99,6 +106,17 @@ def check_weights(graph: Graph, folder: Path, *, model: nn.Module | None = None)
         for state in (*graph.parameters, *graph.buffers):
             if state.persistent:
                 sources.read(state)
+
+
+def packing(graph: Graph, given: Weights) -> Weights:
+    """Gives the same tensors by name, with those packed that the graph has packed, one after the other."""
+    names_packed = {state.name for state in graph.parameters if state.packed is not None}
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        found = dict(given([name for name in names if name not in names_packed]))
+        return found | {name: packed(given([name])[name]) for name in names if name in names_packed}
+
+    return read
 
 
 class _Folder:
@@ -229,7 +247,8 @@ class _Sources:
             self.rules |= {name.replace(first, other): rule for other in others}
 
     def read(self, state: ModelState) -> Tensor:
-        """The tensor of a state, in the shape that the graph has it."""
+        """The tensor of a state, in the shape that the graph has it; of a packed state its weight."""
+        state = state.unpacked
         names = [state.name, *state.aliases]
         rule = next((self.rules[name] for name in names if name in self.rules), None)
         if rule is not None:

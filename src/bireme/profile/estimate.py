@@ -11,7 +11,7 @@ from bireme.cluster.catalogue import namesake
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.model.fused_loss import FUSED, fused_work
-from bireme.model.graph import Graph, Operator, Value
+from bireme.model.graph import Graph, ModelState, Operator, Value
 from bireme.model.units import Unit
 from bireme.profile.profile import Rates, UnitWork
 
@@ -127,7 +127,7 @@ class _Traffic:
     def __init__(self, graph: Graph, batch: int) -> None:
         self._batch = batch
         states = (*graph.parameters, *graph.buffers, *graph.constants)
-        self._state_bytes = {state.name: state.num_bytes for state in states}
+        self._state_bytes = {state.name: _moved_bytes(state) for state in states}
         self._values: dict[str, Value] = {value.name: value for value in graph.inputs}
         self._values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
 
@@ -142,6 +142,11 @@ class _Traffic:
 
     def _bytes_of(self, value: Value) -> int:
         return value.num_bytes(self._batch) if value.dtype != "number" else 0
+
+
+def _moved_bytes(state: ModelState) -> int:
+    """What an operator moves of a state that it reads: a packed weight is also written, and read again."""
+    return state.num_bytes + (0 if state.packed is None else 2 * state.unpacked.num_bytes)
 
 
 def _operator_s(graph: Graph, operator: Operator, traffic: _Traffic, batch: int, device: Device) -> float:

@@ -93,6 +93,9 @@ def _read(path: str) -> bytes:
 _DEVIATION = 0.02
 """Of weights: what a layer gives then is neither huge nor so small that arithmetic slows down."""
 
+_PACKED_BYTE = 0x38
+"""Each byte of a packed weight, whose values are then of about this deviation."""
+
 LOSS = "loss"
 
 
@@ -168,7 +171,8 @@ class Workbench:
         if len(state.shape) > 1 and dtype.is_floating_point:
             tensor = self._random(state.shape, dtype).mul_(_DEVIATION)
         else:
-            tensor = torch.ones(state.shape, dtype=dtype, device=self.device)
+            fill = 1 if state.packed is None else _PACKED_BYTE
+            tensor = torch.full(state.shape, fill, dtype=dtype, device=self.device)
         if state.trainable:
             tensor.requires_grad_()
             if dtype.itemsize < torch.float32.itemsize:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import page_bytes
@@ -18,6 +18,7 @@ from bireme.model.graph import Graph, references
 from bireme.model.stage import torch_operator
 from bireme.model.torch_private import schema_of
 from bireme.model.units import Unit
+from bireme.model.weights import Weights as Weights
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
@@ -30,9 +31,6 @@ from bireme.schedule.source import ProgramSource, source_of
 
 # What a pipeline is made from: a graph and its weights, from a model or from what was captured before.
 
-Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Gives parameters and buffers by name; the engine takes them over and writes to them."""
-
 
 @dataclass(frozen=True, slots=True)
 class _PreparedModel:
@@ -41,6 +39,7 @@ class _PreparedModel:
     graph: Graph
     evaluation: Graph | None
     weights: Weights
+    """The engine takes over what they give, and writes to it."""
 
 
 def prepared(

@@ -142,4 +142,4 @@ def _export_bytes(prepared: PreparedRun) -> int:
     run, graph = prepared.run, prepared.graph
     is_adapter = run.model.lora.rank is not None and not run.model.lora.merge
     states = [*graph.parameters, *(one for one in graph.buffers if one.persistent)]
-    return sum(one.num_bytes for one in states if one.trainable or not is_adapter)
+    return sum(one.unpacked.num_bytes for one in states if one.trainable or not is_adapter)

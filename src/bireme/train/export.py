@@ -6,6 +6,7 @@ folder is there whole or not at all.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bireme.files import new_folder
 from bireme.model.graph import Graph, ModelState, evaluate
+from bireme.model.nf4_operator import plain
 from bireme.model.sources import load_source
 from bireme.train.base_weights import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.checkpoint.checkpoint import Checkpoint
@@ -26,7 +28,8 @@ ABOUT = "bireme.json"
 
 
 class NewestWeights(Mapping[str, Tensor]):
-    """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once.
+    """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once and
+    none packed.
 
     Each is read whenever it is asked for, and is new then: frozen ones from the run's base, where the
     checkpoint leaves them out. Use it as a context.
@@ -40,13 +43,13 @@ class NewestWeights(Mapping[str, Tensor]):
             self._base = BaseWeights(run, graph, identity, str(checkpoint.folder))
         in_base = frozenset[str]() if identity is None else names_in_base(graph)
         self._keys: dict[str, str] = {}
-        self._entries: dict[str, TensorEntry] = {}
+        self._states: dict[str, ModelState] = {}
         for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
             for state in states:
                 key = f"{section}/{state.name}"
                 if state.persistent and (key in self._saved or state.name in in_base):
                     self._keys[state.name] = key
-                    self._entries[state.name] = _entry(state)
+                    self._states[state.name] = state
 
     def __enter__(self) -> "NewestWeights":
         return self
@@ -58,12 +61,12 @@ class NewestWeights(Mapping[str, Tensor]):
     @property
     def num_bytes(self) -> int:
         """Of all of them."""
-        return sum(map(element_bytes, self._entries.values()))
+        return sum(state.unpacked.num_bytes for state in self._states.values())
 
     def __getitem__(self, name: str) -> Tensor:
         key = self._keys[name]
         found = self._base[name] if self._base is not None and key not in self._saved else self._saved[key]
-        return found.to(getattr(torch, self._entries[name].dtype))
+        return plain(found, self._states[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._keys
@@ -118,6 +121,7 @@ def _export(
     if adapter is not None and (run.model.lora.merge if merged is None else merged):
         weights, graph = adapter.merged(weights), adapter.base_graph(graph)
         adapter = None
+    graph = replace(graph, parameters=tuple(state.unpacked for state in graph.parameters))
     with new_folder(to) as draft:
         if adapter is not None:
             adapter.save(weights, draft, base=_base_of(run))

@@ -17,11 +17,13 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Captures, Inputs, Loss, batch_size, dropouts_of, resized
 from bireme.model.fused_loss import fused
 from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, evaluate, learned_values
+from bireme.model.nf4 import with_nf4
+from bireme.model.nf4_operator import packed
 from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
-from bireme.model.weights import check_weights, load_weights, materialize
+from bireme.model.weights import check_weights, load_weights, materialize, packing
 from bireme.runtime.layout import Weights
 from bireme.train.data.own import own_samples
 from bireme.train.initial_weights import InitialWeights, read_initial
@@ -158,7 +160,7 @@ class RunModel:
         if run.data.packing == "documents":
             source = with_positions(source)
         source = _with_target(source, run)
-        loss, finish = _loss(run), partial(with_fused_loss, run)
+        loss, finish = _loss(run), partial(as_trained, run)
         given: dict[str, Any] = {"loss": loss, "name": run.model.source, "finish": finish}
         training, evaluation = (
             Captures(source.model, source.example_inputs, training=mode, **given) for mode in (True, False)
@@ -245,6 +247,7 @@ class RunModel:
         """
         base_graph = self.source.base_graph(graph)
         make = cache(lambda: self._made(graph) if kept is None else {})
+        fresh = packing(base_graph, self._fresh)
 
         def made(names: Sequence[str]) -> Mapping[str, Tensor]:
             return {name: make()[name].clone() for name in names}
@@ -253,9 +256,9 @@ class RunModel:
             assert self.source.folder is not None
             base = self.source.base
             found = load_weights(base_graph, names, self.source.folder, dtype=torch.float32, model=base)
-            return found | self._fresh([name for name in names if name not in found])
+            return {**found, **fresh([name for name in names if name not in found])}
 
-        given: Weights = read if self.reads_weights else self._fresh
+        given: Weights = read if self.reads_weights else fresh
         if self.is_made:
             given = made if kept is None else read_initial(kept)
         adapter = self.source.adapter
@@ -269,7 +272,7 @@ class RunModel:
     def _made(self, graph: Graph) -> dict[str, Tensor]:
         """All weights of the base, from the user's function, if this machine has the memory for them."""
         base = self.source.base_graph(graph)
-        states = (*base.parameters, *base.buffers)
+        states = [state.unpacked for state in (*base.parameters, *base.buffers)]
         name, needed, free = self.run.model.source, sum(map(_made_bytes, states)), available_bytes()
         if needed > free:
             raise BiremeError(
@@ -279,12 +282,16 @@ class RunModel:
                 "model.from_scratch = true for new weights from the initializers of the modules alone."
             )
         try:
-            return made_states(name, states, self.run.model.seed)
+            found = made_states(name, states, self.run.model.seed)
         except (MemoryError, RuntimeError) as error:
             raise BiremeError(
                 f"The weights that {name} makes cannot be taken to the CPU: {reason_of(error)}. Save them as "
                 "safetensors in a folder and name it in model.weights."
             ) from error
+        for state in base.parameters:
+            if state.packed is not None:
+                found[state.name] = packed(found[state.name])
+        return found
 
 
 def _made_bytes(state: ModelState) -> int:
@@ -317,15 +324,17 @@ def _own_data(run: RunFile) -> str | None:
     return first if names_function(first) else None
 
 
-def with_fused_loss(run: RunFile, graph: Graph) -> Graph:
-    """The graph of a run's model as the run trains it. Refuses a fused loss that cannot be."""
+def as_trained(run: RunFile, graph: Graph) -> Graph:
+    """The graph of a run's model as the run trains it. Refuses a fused loss, or frozen weights in four bits,
+    that cannot be.
+    """
     fusion = fused(graph, asked=run.model.fused_loss, form=run.training.gradient_form)
     if run.model.fused_loss and fusion.reason is not None:
         raise BiremeError(
             f"model.fused_loss is true, but {fusion.reason}. Leave model.fused_loss out; the layer and its "
             "loss then run one after the other."
         )
-    return fusion.graph
+    return fusion.graph if run.model.frozen_dtype is None else with_nf4(fusion.graph)
 
 
 def _loss(run: RunFile) -> Loss | None:

@@ -36,7 +36,7 @@ def learns(run: RunFile, data: RunData, graph: Graph) -> dict[str, Any]:
     sources have different ones. `tokenizer` is equal for equal tokenizers, so that losses per token may be
     compared if it is equal; it is None, as `length` is, if the samples are not made of tokens.
     """
-    sizes = {state.name: (math.prod(state.shape), state.trainable) for state in graph.parameters}
+    sizes = {state.name: (math.prod(state.unpacked.shape), state.trainable) for state in graph.parameters}
     num_samples = _num_samples(data.training)
     is_mixture = isinstance(data.training, MixedSamples)
     trained = run.training.steps * run.training.batch_size

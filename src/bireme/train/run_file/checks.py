@@ -245,6 +245,12 @@ def _check_part(model: Model) -> None:
                 "model.lora.rank, such as 8."
             )
         return
+    if lora.use_dora and lora.dropout and model.frozen_dtype is not None:
+        raise BiremeError(
+            "With model.lora.use_dora and model.lora.dropout a layer multiplies by its whole weight once "
+            "more and keeps it for the backward, so model.frozen_dtype would save no memory. Leave out one "
+            "of the three."
+        )
     key = next((name for name in ("train", "freeze") if getattr(model, name) is not None), None)
     if key is not None:
         raise BiremeError(

@@ -57,6 +57,14 @@ class Lora(Table):
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
         default=0.0, description="Share of the adapter's inputs that training sets to zero"
     )
+    use_rslora: bool = Field(
+        default=False,
+        description="Divide alpha by the square root of the rank, not by the rank (rsLoRA), for high ranks",
+    )
+    use_dora: bool = Field(
+        default=False,
+        description="Learn the length of each row of a weight apart from its direction (DoRA)",
+    )
     targets: Texts = Field(
         default=(ALL_LINEAR,),
         description="Modules that get an adapter, by name or by the end of it, such as q_proj; "
@@ -117,6 +125,12 @@ class Model(Table):
         description="Patterns of the parameters that stay as they are; the others learn",
         examples=[["*.bias"]],
     )
+    frozen_dtype: Literal["nf4"] | None = Field(
+        default=None,
+        description="Number format of frozen weights of all linear layers but the last; nf4 has four bits "
+        "(QLoRA). By default that of dtype",
+        examples=["nf4"],
+    )
     lora: Lora = Field(
         default_factory=Lora,
         description="An adapter that learns while all other weights are frozen (needs bireme[lora]).",
@@ -128,7 +142,9 @@ class Model(Table):
         asked = self.lora
         lora = None
         if asked.rank is not None:
-            lora = LoraPart(asked.rank, asked.alpha, asked.dropout, asked.targets)
+            lora = LoraPart(
+                asked.rank, asked.alpha, asked.dropout, asked.targets, asked.use_rslora, asked.use_dora
+            )
         return TrainedPart(self.train, self.freeze, lora)
 
 
