@@ -225,6 +225,19 @@ _ALL = (
         {},
     ),
     Capability(
+        "nf4",
+        "Frozen weights in four bits (QLoRA)",
+        "number format of frozen weights",
+        {
+            "model.frozen_dtype": "nf4",
+            "model.lora.rank": 8,
+            "model.lora.targets": '["query_key_value"]',
+            "model.lora.merge": "true",
+        },
+        _is_set("model.frozen_dtype"),
+        {},
+    ),
+    Capability(
         "tied",
         "Weights tied over stages",
         "tied weights",

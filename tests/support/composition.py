@@ -19,6 +19,8 @@ from torch.nn import functional
 from bireme.balance import Policy, limits_of
 from bireme.capabilities import CAPABILITIES
 from bireme.codec.description import BoundaryCodecs
+from bireme.model.nf4 import with_nf4
+from bireme.model.weights import packing
 from bireme.plan.plan import Plan
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.agent import ExchangeAgent
@@ -109,8 +111,8 @@ class _Adapted(nn.Module):
 
 
 @cache
-def words(*, tied: bool, adapted: bool, dtype: str) -> Model:
-    """Its graph and weights, made once in a process."""
+def words(*, tied: bool, adapted: bool, dtype: str, packs: bool = False) -> Model:
+    """Its graph and weights, made once in a process; those that are frozen are packed, if it `packs`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         module = Words(tied=tied, adapted=adapted).to(getattr(torch, dtype))
@@ -126,7 +128,12 @@ def words(*, tied: bool, adapted: bool, dtype: str) -> Model:
     weights = {
         name: tensor.float() if dtype == "bfloat16" else tensor for name, tensor in model.weights.items()
     }
-    return replace(model, graph=replace(model.graph, parameters=states), weights=weights)
+    graph = replace(model.graph, parameters=states)
+    if packs:
+        graph = with_nf4(graph)
+        given = packing(graph, lambda names: {name: weights[name] for name in names})
+        weights = dict(given([*weights]))
+    return replace(model, graph=graph, weights=weights)
 
 
 def _tokens(count: int, seed: int) -> PackedSamples:
@@ -257,7 +264,8 @@ class Composition:
         """The model of the run."""
         return words(
             tied="tied" in self.names,
-            adapted="lora" in self.names,
+            adapted=bool(self.names & {"lora", "nf4"}),
+            packs="nf4" in self.names,
             dtype="bfloat16" if "bfloat16" in self.names else "float64",
         )
 

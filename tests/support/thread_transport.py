@@ -317,7 +317,7 @@ class _ThreadGroup:
         """Begin to fill the tensor with that of the member `source`; until then it is of no use."""
         place = self._bring(f"copy of {tensor.dtype} {list(tensor.shape)} from {source}", tensor.clone())
         if source != self.rank:
-            tensor.fill_(math.nan)
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
 
         def wait() -> None:
             tensor.copy_(self._all_brought(place)[source])
