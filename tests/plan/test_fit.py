@@ -163,7 +163,6 @@ def test_the_table_says_what_it_rests_on(capsys: Capture) -> None:
     for part in (
         "0.124B parameters, qlora",
         "hours for 100M",
-        "Bireme cannot train qlora yet",
         "rtx3060 attains 40% to 65% of its matrix rate: estimate",
         "t4 has no hardware for bfloat16",
         "Bireme has not been tested on m1 (mps)",

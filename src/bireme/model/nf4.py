@@ -36,6 +36,13 @@ BLOCK, GROUP = 64, 256
 
 FACTOR_BYTES = 4
 
+BITS = 4 + 8 / BLOCK + 8 * FACTOR_BYTES / (BLOCK * GROUP)
+"""Of a value."""
+
+UNPACKING_BYTES = 10.5
+"""Bytes of memory that are read and written to unpack a value into 16 bits: half a byte is read and becomes a
+number of 4 bytes for two values; these give two levels, which are multiplied with their scales in place."""
+
 _LINEAR = "aten.linear.default"
 _ALIGNED = 64
 """The bytes of a weight are a multiple of this number, so that offloaded weights leave no gaps."""

@@ -2,7 +2,8 @@
 
 A layer unpacks its weight into the type of its input and multiplies, some rows of the weight at a time on a
 processor, where new memory is slow, and all at once on an accelerator. Its backward unpacks the weight again:
-what is kept for it are the bytes. Levels are multiplied with their scales in float32 and rounded once.
+what is kept for it are the bytes. Levels are multiplied with their scales in the type of the input, or in
+float32 if that is longer: the rounding is small beside that to four bits.
 """
 
 import math
@@ -63,7 +64,7 @@ def packed(weight: Tensor) -> Tensor:
     roots.copy_((groups / factor.clamp(min=least).unsqueeze(1)).sqrt().round().view(-1)[:blocks])
     scales, levels = _scales(roots, factors).clamp(min=least).unsqueeze(1), _levels_of_steps(device)
     for begin, end in pieces:
-        relative = (_blocks(flat, begin, end) / scales[begin:end]).clamp(-1, 1)
+        relative = (_blocks(flat, begin, end) / scales[begin:end]).clamp(-1, 1).nan_to_num_()
         steps = relative.mul_(STEPS).add_(STEPS).round_().int()
         codes = levels.index_select(0, steps.view(-1)).view(-1, 2)
         values[begin * BLOCK // 2 : end * BLOCK // 2] = codes[:, 0] << 4 | codes[:, 1]
@@ -160,11 +161,11 @@ def _levels_of_steps(device: torch.device) -> Tensor:
 
 
 @cache
-def _levels_of_bytes(device: torch.device) -> Tensor:
-    """The two levels in each byte, taken together as one number of 64 bits."""
-    levels = torch.tensor(LEVELS)
+def _levels_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The two levels in each byte, taken together as one integer."""
+    levels = torch.tensor(LEVELS, dtype=dtype)
     both = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)
-    return both.view(torch.int64).view(-1).to(device)
+    return both.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device)
 
 
 def _unpack(given: Tensor, into: Tensor, begin: int, count: int) -> None:
@@ -172,12 +173,13 @@ def _unpack(given: Tensor, into: Tensor, begin: int, count: int) -> None:
     gaps.
     """
     values, roots, factors = _parts(given, count)
-    levels, flat = _levels_of_bytes(given.device), into.view(-1)
+    kind = into.dtype if into.dtype.itemsize == 2 else torch.float32
+    levels, flat = _levels_of_bytes(kind, given.device), into.view(-1)
     at_once = _ACCELERATOR_PIECE_BLOCKS if is_accelerator(given.device) else _PIECE_BLOCKS
     for first in range(begin // BLOCK, num_blocks(begin + len(flat)), at_once):
         own = values[first * BLOCK // 2 : (first + at_once) * BLOCK // 2]
-        scales = _scales(roots[first : first + at_once], factors, first).unsqueeze(1)
-        made = levels.index_select(0, own.int()).view(torch.float32).view(-1, BLOCK)
+        scales = _scales(roots[first : first + at_once], factors, first).to(kind).unsqueeze(1)
+        made = levels.index_select(0, own.int()).view(kind).view(-1, BLOCK)
         target = flat[first * BLOCK - begin :][: made.numel()]
         if len(target) == made.numel():
             torch.mul(made, scales, out=target.view(-1, BLOCK))

@@ -307,8 +307,6 @@ def _seconds(profile: Profile) -> float:
 
 def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
     """The sources of the answers, and what Bireme cannot do."""
-    if question.trained is TrainedShare.QLORA:
-        yield "Bireme cannot train qlora yet: this counts its bytes only."
     if question.shape.is_mixture and question.trained is not TrainedShare.FULL:
         yield "Adapters are beside the maps of attention: experts are no linear maps of their own."
     devices = {one.device.word: one.device for one in question.machines.machines}

@@ -11,7 +11,8 @@ from bireme.cluster.catalogue import namesake
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.model.fused_loss import FUSED, fused_work
-from bireme.model.graph import Graph, ModelState, Operator, Value
+from bireme.model.graph import Graph, Operator, Value
+from bireme.model.nf4 import UNPACKING_BYTES
 from bireme.model.units import Unit
 from bireme.profile.profile import Rates, UnitWork
 
@@ -76,6 +77,7 @@ def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
         if operator.target.startswith(_VIEWS):
             continue
         num_calls += 1
+        other_bytes += round(traffic.unpacked_bytes(operator))
         if operator.flops:
             flops += round(operator.flops * batch / graph.batch)
             product_bytes += traffic.num_bytes(operator)
@@ -127,7 +129,10 @@ class _Traffic:
     def __init__(self, graph: Graph, batch: int) -> None:
         self._batch = batch
         states = (*graph.parameters, *graph.buffers, *graph.constants)
-        self._state_bytes = {state.name: _moved_bytes(state) for state in states}
+        self._state_bytes = {state.name: state.num_bytes for state in states}
+        self._packed = {
+            state.name: UNPACKING_BYTES * state.unpacked.num_elements for state in states if state.packed
+        }
         self._values: dict[str, Value] = {value.name: value for value in graph.inputs}
         self._values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
 
@@ -140,13 +145,12 @@ class _Traffic:
         # Without a product it is a look-up, which reads only the rows it gives, or less than what flows by.
         return moved + (held if operator.flops else min(held, moved))
 
+    def unpacked_bytes(self, operator: Operator) -> float:
+        """What one call moves before its product, to unpack its weight."""
+        return sum(self._packed.get(name, 0.0) for name in dict.fromkeys(operator.reads()))
+
     def _bytes_of(self, value: Value) -> int:
         return value.num_bytes(self._batch) if value.dtype != "number" else 0
-
-
-def _moved_bytes(state: ModelState) -> int:
-    """What an operator moves of a state that it reads: a packed weight is also written, and read again."""
-    return state.num_bytes + (0 if state.packed is None else 2 * state.unpacked.num_bytes)
 
 
 def _operator_s(graph: Graph, operator: Operator, traffic: _Traffic, batch: int, device: Device) -> float:
@@ -154,5 +158,6 @@ def _operator_s(graph: Graph, operator: Operator, traffic: _Traffic, batch: int,
         return 0.0
     flops_per_s = device.flops_per_s(computed_dtype(graph, operator)) * ATTAINED_FLOPS
     arithmetic_s = operator.flops * batch / graph.batch / flops_per_s
-    moved_s = traffic.num_bytes(operator) / (device.bytes_per_s * ATTAINED_BYTES)
-    return max(arithmetic_s, moved_s, START_S[device.kind])
+    bytes_per_s = device.bytes_per_s * ATTAINED_BYTES
+    product_s = max(arithmetic_s, traffic.num_bytes(operator) / bytes_per_s)
+    return max(product_s + traffic.unpacked_bytes(operator) / bytes_per_s, START_S[device.kind])

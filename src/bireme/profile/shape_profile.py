@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from bireme.cluster.catalogue import CatalogueDevice
+from bireme.model.nf4 import BITS, UNPACKING_BYTES
 from bireme.model.shapes import TransformerShape
 from bireme.profile.estimate import ATTAINED_BYTES, START_S, estimated_update_s
 from bireme.profile.profile import KeptMemory, Profile, SharedState, UnitCost, UnitProfile
@@ -37,10 +38,8 @@ _SHORT, _WHOLE, _WORD = 2, 4, 8
 _MOMENTS = 2
 """Values that AdamW remembers of each weight, beside its float32 copy."""
 
-QUANTIZED_BYTES = 0.5 + 1 / 64 + _WHOLE / (64 * 256)
-"""Of a weight of four bits: blocks of 64 share a scale of 8 bits, and 256 blocks one of 32 bits (NF4 with
-double quantization, Dettmers et al. 2023): 4.127 bits.
-"""
+QUANTIZED_BYTES = BITS / 8
+"""Of a weight of four bits, with its share of the scales: 4.127 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +376,11 @@ class _Work:
         """A forward, and the halves of a backward: the gradient of the input, and those of the weights."""
         rate = self.device.rate("bfloat16") * self.attained
         moved = self._frozen_bytes(half, is_last) + _SHORT * self._learning(half, is_last)
+        bytes_per_s = self.device.memory_bytes_per_s * ATTAINED_BYTES
+        is_packed = self.trained is TrainedShare.QLORA and not is_last
+        unpacked_s = UNPACKING_BYTES * half.num_mapped / bytes_per_s if is_packed else 0.0
         least_s = max(
-            moved / (self.device.memory_bytes_per_s * ATTAINED_BYTES) if half.maps else 0.0,
+            moved / bytes_per_s if half.maps else 0.0,
             half.starts * START_S[self.device.kind],
         )
         maps_s = 2 * half.num_mapped * tokens / rate
@@ -388,9 +390,9 @@ class _Work:
         weight_s = 2 * learning * tokens / rate
         if not half.maps:  # a table is looked up
             table_s = half.starts * START_S[self.device.kind] + (
-                2 * _SHORT * self.shape.width * tokens / (self.device.memory_bytes_per_s * ATTAINED_BYTES)
+                2 * _SHORT * self.shape.width * tokens / bytes_per_s
             )
             return table_s, 0.0, table_s if self._learns_all else 0.0
-        forward_s = max(maps_s + products_s + adapters_s, least_s)
-        input_s = max(maps_s + 2 * products_s + adapters_s, least_s)
+        forward_s = max(maps_s + products_s + adapters_s, least_s) + unpacked_s
+        input_s = max(maps_s + 2 * products_s + adapters_s, least_s) + unpacked_s
         return forward_s, input_s, weight_s
