@@ -123,6 +123,41 @@ def test_an_adapter_of_weights_that_nobody_keeps_is_refused(tmp_path: Path) -> N
     replace(model, run=run.model_copy(update={"model": merging})).check_weights(model.training.graph(2))
 
 
+@torch.no_grad()
+def test_an_adapter_of_dora_and_rslora_is_the_same_in_peft_and_merged(llama: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    transformers: Any = pytest.importorskip("transformers")
+    keys = ["rank=4", "use_dora=true", "use_rslora=true"]
+    asked = [f"model.source=hf:{llama}", "data.length=8", *(f"model.lora.{key}" for key in keys)]
+    model = RunModel.of(load_run_file(None, asked), 2)
+    graph, adapter = model.evaluation.graph(2), model.source.adapter
+    assert adapter is not None
+    weights = dict(model.weights(graph)([state.name for state in (*graph.parameters, *graph.buffers)]))
+    learned = {state.name for state in model.training.graph(2).parameters if state.trainable}
+    draws = torch.Generator().manual_seed(0)
+    for name in sorted(learned):
+        weights[name] += 0.2 * torch.randn(weights[name].shape, generator=draws)
+    whole = stage_function(graph, units_of(graph), outputs=("logits",))
+    ids = model.source.example_inputs["input_ids"]
+    trained = whole(weights, weights, model.source.example_inputs)["logits"]
+
+    adapter.save({name: weights[name] for name in learned}, tmp_path, base=str(llama))
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
+    assert not torch.allclose(base(ids).logits, trained, atol=1e-3)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, trained)
+
+    merged = adapter.merged(weights)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
+    plain.load_state_dict({name: merged[name] for name in merged}, strict=False)
+    torch.testing.assert_close(plain(ids).logits, trained)
+
+
+def test_dora_is_for_linear_layers() -> None:
+    with pytest.raises(BiremeError, match="use_dora is for linear layers, and tokens is a _Embedding"):
+        load_source(GPT, part=TrainedPart(lora=LoraPart(2, targets=("tokens",), use_dora=True)))
+
+
 def test_a_shared_weight_gets_no_adapter_added(tmp_path: Path) -> None:
     folder = save_config(tmp_path / "llama", tie_word_embeddings=True)
     source = adapted(folder, LoraPart(2, targets=("lm_head",)), device="cpu")

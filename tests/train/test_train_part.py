@@ -25,6 +25,7 @@ from bireme.train.launching import start
 from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
 from tests.support.command import bireme
+from tests.support.extent import TRY_ALL
 from tests.support.once import made_once
 from tests.support.paged import paged, sizes_of
 from tests.support.small_models import Model
@@ -177,6 +178,37 @@ def test_an_adapter_learns_the_same_with_its_base_on_a_disk(run: Path, tmp_path:
     assert losses(tmp_path / "run") == {step: loss for step, loss in losses(run).items() if step <= 3}
     for tier in document["tiers"]:
         assert 0 < tier["bytes_moved"] == tier["predicted_bytes_moved"]
+
+
+@torch.no_grad()
+@pytest.mark.long
+@pytest.mark.skipif(not TRY_ALL, reason="whole runs, of which the others train the same way")
+def test_an_adapter_on_four_bits_resumes_to_the_last_bit_and_is_merged_with_what_it_was_trained_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizer, whole = run.parents[1] / "tokenizer", tmp_path / "whole"
+    words = settings(
+        model__lora__rank=4, model__frozen_dtype="nf4", data__tokenizer=tokenizer, training__steps=8
+    )
+    _trained(run.parents[1] / "run-2bw-fresh-2.toml", whole, words)
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000008")
+    shutil.rmtree(stopped / "model")
+    resumed = bireme(capsys, "resume", str(stopped), "--json")
+    assert resumed.status == 0, resumed.err
+    weights = [load_file(one / "model" / "adapter_model.safetensors") for one in (whole, stopped)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    refused = bireme(capsys, "resume", str(stopped), "--set", "model.frozen_dtype=none")
+    assert refused.status == 2
+
+    merged = tmp_path / "merged"
+    assert bireme(capsys, "export", str(whole), "--to", str(merged), "--merged").status == 0
+    ids = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(1))
+    logits = _pipeline_logits(whole, {"input_ids": ids, "labels": ids})
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    torch.testing.assert_close(model(ids).logits, logits)
 
 
 def test_a_run_without_an_adapter_has_nothing_to_merge(

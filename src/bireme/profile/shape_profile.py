@@ -296,11 +296,14 @@ class _Work:
             return half.num_mapped + half.idle + half.others
         return 0 if is_last else half.num_adapted
 
+    def _packs(self, half: _Half, is_last: bool) -> bool:
+        """Whether its maps are in four bits. Experts are no linear layers, and stay as they are."""
+        return self.trained is TrainedShare.QLORA and half.adapts and not is_last
+
     def _frozen_bytes(self, half: _Half, is_last: bool) -> int:
         if self._learns_all:
             return 0
-        is_quantized = self.trained is TrainedShare.QLORA and not is_last
-        mapped = (half.num_mapped + half.idle) * (QUANTIZED_BYTES if is_quantized else _SHORT)
+        mapped = (half.num_mapped + half.idle) * (QUANTIZED_BYTES if self._packs(half, is_last) else _SHORT)
         return round(mapped) + _SHORT * half.others
 
     def _tied(self, half: _Half) -> tuple[SharedState, ...]:
@@ -363,7 +366,7 @@ class _Work:
         gradients = _SHORT * self._learning(half, is_last)
         if not self._learns_all:
             largest = max((rows * columns for rows, columns in half.maps), default=0)
-            whole = _SHORT * largest if self.trained is TrainedShare.QLORA and not is_last else 0
+            whole = _SHORT * largest if self._packs(half, is_last) else 0
             return whole + (half.alive + 2 * self.shape.width) * tokens if place else 0
         if place == 0:
             return 3 * _SHORT * self.shape.vocab * self.shape.width + half.alive * tokens
@@ -377,8 +380,8 @@ class _Work:
         rate = self.device.rate("bfloat16") * self.attained
         moved = self._frozen_bytes(half, is_last) + _SHORT * self._learning(half, is_last)
         bytes_per_s = self.device.memory_bytes_per_s * ATTAINED_BYTES
-        is_packed = self.trained is TrainedShare.QLORA and not is_last
-        unpacked_s = UNPACKING_BYTES * half.num_mapped / bytes_per_s if is_packed else 0.0
+        unpacked_bytes = UNPACKING_BYTES * half.num_mapped if self._packs(half, is_last) else 0.0
+        unpacked_s = unpacked_bytes / bytes_per_s
         least_s = max(
             moved / bytes_per_s if half.maps else 0.0,
             half.starts * START_S[self.device.kind],
