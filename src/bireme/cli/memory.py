@@ -99,6 +99,11 @@ def _behavior(run: "RunFile", warmup: int) -> "Behavior":
 
     optimizer, asked = run.training.optimizer, run.cluster.device
     check_training(optimizer, warmup)
+    if run.model.frozen_dtype is not None:
+        raise BiremeError(
+            f'model.frozen_dtype is "{run.model.frozen_dtype}", and this command runs the model with all its '
+            "weights in model.dtype. Leave model.frozen_dtype out here; `bireme plan` counts it."
+        )
     here = ACCELERATOR if num_accelerators() else "cpu"
     source = load_source(
         run.model.source,
