@@ -115,10 +115,15 @@ def test_a_layer_keeps_its_input_s_type_and_its_bytes_for_the_backward() -> None
     found = packed(torch.randn(64, 128))
     hidden = torch.randn(4, 128, dtype=torch.bfloat16).requires_grad_()
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = nf4_linear(hidden, found, None, 64, 128)
     assert [one.dtype for one in kept] == [torch.uint8]
-    made.sum().backward()
+    torch.autograd.backward(made.sum())
     assert made.dtype is torch.bfloat16
     assert hidden.grad is not None
     expected = unpacked(found, 64, 128, torch.float32).sum(0).expand(4, 128)
@@ -227,7 +232,7 @@ def losses_of(
         leaves = {name: weights[name].to(dtype) for name, dtype in dtypes.items()}
         leaves |= {name: one.to(dtypes[name], copy=True).requires_grad_() for name, one in masters.items()}
         loss = function(leaves, weights, {"input_ids": ids, "labels": ids})["loss"]
-        loss.backward()
+        torch.autograd.backward(loss)
         found.append(loss.item())
         for name, master in masters.items():
             grad = leaves[name].grad
@@ -271,15 +276,14 @@ def test_dora_begins_as_the_model_and_has_its_weights_unpacked_for_their_lengths
         dtype="bfloat16",
         part=TrainedPart(lora=LoraPart(2, targets=("query_key_value",), use_dora=True)),
     )
-    assert source.adapter is not None
+    adapter = source.adapter
+    assert adapter is not None
 
     def base(names: Any) -> dict[str, Tensor]:
         found = materialize(source.base, names, seed=3)
-        return dict(
-            packing(source.adapter.base_graph(small), lambda wanted: {n: found[n] for n in wanted})(names)
-        )
+        return dict(packing(adapter.base_graph(small), lambda wanted: {n: found[n] for n in wanted})(names))
 
-    given = dict(source.adapter.weights(small, base, 0)([*weights]))
+    given = dict(adapter.weights(small, base, 0)([*weights]))
     losses = []
     for one in (small, with_nf4(plain)):
         function = stage_function(one, units_of(one), outputs=("loss",))
