@@ -130,6 +130,19 @@ def test_a_layer_keeps_its_input_s_type_and_its_bytes_for_the_backward() -> None
     torch.testing.assert_close(hidden.grad.float(), expected, rtol=0.02, atol=0.2)
 
 
+@pytest.mark.slow
+def test_a_layer_is_compiled_with_its_backward() -> None:
+    found = packed(torch.randn(96, 64))
+
+    def run(hidden: Tensor) -> Tensor:
+        return torch.tanh(nf4_linear(hidden, found, None, 96, 64)).sum()
+
+    hidden = torch.randn(3, 64).requires_grad_()
+    (expected,) = torch.autograd.grad(run(hidden), hidden)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(hidden), hidden)[0], expected)
+
+
 # Graphs.
 
 
