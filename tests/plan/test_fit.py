@@ -95,6 +95,12 @@ def test_a_device_that_cannot_keep_all_layers_runs_the_model_in_parts() -> None:
     assert 0.66 < parts.tokens_per_s.likely / whole.tokens_per_s.likely < 1
 
 
+def test_what_is_missing_is_counted_by_the_plan_that_lacks_least_also_in_parts() -> None:
+    row = answer("gpt2-medium", "rtx3060:1.6GB", train="lora").rows[0]
+    assert row.candidate is None
+    assert 0 < -row.left_bytes < 0.6e9, "in parts the model fits 2.2 GB"
+
+
 def test_a_model_that_does_not_fit_fits_with_adapters_or_with_offloading() -> None:
     found = answer("gpt2", "rtx3060:2.5GB", within_s=120.0)
     (row,) = found.rows

@@ -73,13 +73,13 @@ def nearest_misfit(
 ) -> NothingFits:
     """Of all plans the one whose worst device misses least.
 
-    `evaluated` are plans that were simulated and do not fit: all there is of schedules with several stages on
-    a rank, of which the partition knows no bytes.
+    `evaluated` are plans that were simulated and do not fit: all there is of several stages on a rank, of
+    which the partition knows no bytes.
     """
     asked = [found for found in _asked(problem, shapes) if isinstance(found, _Near)]
     simulated = [_Near(one.draft.outline, one.draft.grid, one.forecast.stages) for one in evaluated]
     near = min(
-        asked or simulated,
+        [*asked, *simulated],
         key=lambda one: (one.most_missing, one.outline.num_devices),
         default=None,
     )
