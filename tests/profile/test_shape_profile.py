@@ -131,6 +131,38 @@ def test_the_bytes_of_a_shape_are_those_of_the_captured_model(
                 assert own.workspace_bytes == pytest.approx(exact.workspace_bytes, rel=0.25)
 
 
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.parametrize("trained", [TrainedShare.FULL, TrainedShare.LORA])
+@pytest.mark.parametrize(
+    "length", [128, LENGTH]
+)  # it keeps the gradient of the scores, or that of the weight
+def test_the_head_of_a_large_vocabulary_is_fused_with_its_loss(
+    length: int, trained: TrainedShare, tmp_path: Path
+) -> None:
+    from bireme.model.capture import capture
+    from bireme.model.fused_loss import fused
+    from bireme.model.part import WHOLE, LoraPart, TrainedPart
+    from bireme.model.sources import load_source
+    from bireme.profile.profiler import profile
+
+    def graph_of() -> Graph:
+        part = WHOLE if trained is TrainedShare.FULL else TrainedPart(lora=LoraPart(RANK))
+        source = load_source(f"hf:{tmp_path}", batch=2, length=length, dtype="bfloat16", part=part)
+        return capture(source.model, source.example_inputs)
+
+    config = {**CONFIGS["llama"], "vocab_size": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    graph = captured_once(f"{config} {length} {trained} {RANK}", graph_of, is_kept=True)
+    real = profile(fused(graph).graph, device_named("a100"), (1,), halves=True).units[-1].at(1)
+    shape = shape_of(str(tmp_path))
+    own = profile_of_shape(shape, A100, 0.5, length, (1,), trained).units[-1].at(1)
+    assert own.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
+    assert own.workspace_bytes == pytest.approx(real.workspace_bytes, rel=0.01)
+    assert own.waiting_bytes == real.waiting_bytes
+    assert own.halves_workspace_bytes == pytest.approx(real.halves_workspace_bytes, rel=0.05)
+
+
 def _adapter_bytes(real: Profile, trained: TrainedShare) -> int:
     return 0 if trained is TrainedShare.FULL else sum(unit.parameter_bytes for unit in real.units)
 

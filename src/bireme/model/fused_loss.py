@@ -27,7 +27,7 @@ MEAN, SUM = 1, 2
 _LOSS_TARGET = "aten.cross_entropy_loss.default"
 _IGNORED = -100
 
-_LEAST_LOGITS = 2**20
+LEAST_LOGITS = 2**20
 """Logits of one sample that are worth it. Fewer do not matter, and plain operators give the model's bits."""
 
 _NO_LOSS = "the model has no cross-entropy among its operators"
@@ -101,7 +101,7 @@ def fused(graph: Graph, *, asked: bool | None = None, form: GradientForm | None 
         scores = graph.operators[place].arguments[0]
         value = graph.values.get(scores.name) if isinstance(scores, Reference) else None
         num_logits = 0 if value is None else value.num_elements(graph.batch) // graph.batch
-        if not asked and num_logits < _LEAST_LOGITS:
+        if not asked and num_logits < LEAST_LOGITS:
             continue
         try:
             apart = {} if form is None else chosen_maps(graph, form)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from bireme.cluster.catalogue import CatalogueDevice
+from bireme.model.fused_loss import LEAST_LOGITS, keeps_logits, rows_at_once
 from bireme.model.nf4 import BITS, UNPACKING_BYTES
 from bireme.model.shapes import TransformerShape
 from bireme.profile.estimate import ATTAINED_BYTES, START_S, estimated_update_s
@@ -327,6 +328,10 @@ class _Work:
             *(() if is_first else (KeptMemory((f"x{place}",), crossing, is_saved),)),
             *(() if is_last else (KeptMemory((f"x{place + 1}",), crossing, is_saved=False),)),
         )
+        saved, workspace = self._saved(half, is_last) * tokens, self._workspace_bytes(half, tokens, place)
+        waiting, in_halves = self._waiting(half, is_last) * tokens, half.in_halves * tokens
+        if is_last and self._fuses_loss:
+            saved, workspace, waiting, in_halves = self._fused_bytes(half, tokens)
         return UnitCost(
             micro_batch=size,
             forward_s=forward_s,
@@ -335,14 +340,34 @@ class _Work:
             backward_input_s=input_s,
             backward_weight_s=weight_s,
             spread=0.0,
-            saved_bytes=round(self._saved(half, is_last) * tokens),
+            saved_bytes=round(saved),
             boundary_bytes=0 if is_last else crossing,
-            workspace_bytes=round(self._workspace_bytes(half, tokens, place)),
+            workspace_bytes=round(workspace),
             shared=shared,
             returned_bytes=0 if is_first and not self._learns_all else None,
-            waiting_bytes=self._waiting(half, is_last) * tokens,
-            halves_workspace_bytes=round(half.in_halves * tokens),
+            waiting_bytes=round(waiting),
+            halves_workspace_bytes=round(in_halves),
         )
+
+    @property
+    def _fuses_loss(self) -> bool:
+        """Whether a run fuses the head and its loss by default. Gemma 2 caps its scores, which keeps them."""
+        return self.shape.vocab * self.length >= LEAST_LOGITS and self.shape.family != "gemma2"
+
+    def _fused_bytes(self, half: _Half, tokens: int) -> tuple[float, float, float, float]:
+        """Of a head that is fused with its loss: kept, workspace, waiting for the second half of a backward,
+        and workspace in halves. It keeps the gradient of the scores or those of its input and weight.
+        """
+        h, vocab = self.shape.width, self.shape.vocab
+        scores = 4 * vocab + _WORD
+        normed = (half.saved - scores + (0 if self._learns_all else 2 * h)) * tokens
+        weight, pieces = _SHORT * h * vocab, _SHORT * vocab * rows_at_once(tokens, h)
+        crossing, waiting = (2 * h + 8) * tokens, 2 * h * tokens if self._learns_all else 0
+        if keeps_logits(tokens, h, _SHORT, learns=self._learns_all):
+            gradient = _SHORT * vocab * tokens
+            return normed + gradient, max(3 * weight - gradient, crossing), waiting, 20 * h * tokens
+        kept, parts = (2 * weight, weight / 8) if self._learns_all else (0, 0)
+        return normed + kept, pieces + parts + crossing, waiting, pieces + crossing
 
     def _waiting(self, half: _Half, is_last: bool) -> int:
         """Gradients that wait for the second half of a backward: of the results of maps and norms."""
