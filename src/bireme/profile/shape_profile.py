@@ -328,10 +328,11 @@ class _Work:
             *(() if is_first else (KeptMemory((f"x{place}",), crossing, is_saved),)),
             *(() if is_last else (KeptMemory((f"x{place + 1}",), crossing, is_saved=False),)),
         )
-        saved, workspace = self._saved(half, is_last) * tokens, self._workspace_bytes(half, tokens, place)
-        waiting, in_halves = self._waiting(half, is_last) * tokens, half.in_halves * tokens
         if is_last and self._fuses_loss:
             saved, workspace, waiting, in_halves = self._fused_bytes(half, tokens)
+        else:
+            saved, workspace = self._saved(half, is_last) * tokens, self._workspace_bytes(half, tokens, place)
+            waiting, in_halves = float(self._waiting(half, is_last) * tokens), half.in_halves * tokens
         return UnitCost(
             micro_batch=size,
             forward_s=forward_s,
