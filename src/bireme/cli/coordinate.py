@@ -123,6 +123,7 @@ def coordinate(
 
     from bireme import __version__
     from bireme.machines.own_machine import MachineFacts, check_machine
+    from bireme.report.live_view import live_view
     from bireme.train.attendance import failures
     from bireme.train.coordination import Coordination
 
@@ -156,7 +157,8 @@ def coordinate(
     signal.signal(signal.SIGTERM, interrupt)
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at this address
     _print_lines(coordination.where, coordination.tokens)
-    status = coordination.run()
+    with live_view():
+        status = coordination.run()
     if as_json:
         print_json({"status": status, **coordination.document()})
     if status:

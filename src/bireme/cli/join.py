@@ -89,6 +89,7 @@ def join(
     from bireme.machines.keys import own_key
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
+    from bireme.report.live_view import live_view
     from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
     from bireme.train.joined_processes import get_ready
@@ -132,7 +133,8 @@ def join(
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at the card that leads there
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
     get_ready()
-    status = attendance.run()
+    with live_view():
+        status = attendance.run()
     if as_json:
         orders = attendance.orders
         print_json(

@@ -66,6 +66,7 @@ def supervised(resume: Callable[[Path], None]) -> None:
         if is_asked or folder is None or not _is_killed(status):
             _end_like(status)
         number = os.WTERMSIG(status)
+        _show_cursor()
         typer.echo(
             f"bireme: the launcher, which starts the ranks, was killed by signal {number} "
             f"({_name(number)}), and its ranks with it. Another launcher resumes the run.",
@@ -131,11 +132,18 @@ def _end_like(status: int) -> None:
     """End as the launcher has ended."""
     if not os.WIFSIGNALED(status):
         raise typer.Exit(os.WEXITSTATUS(status))
+    _show_cursor()
     number = os.WTERMSIG(status)
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     os.kill(os.getpid(), number)
+
+
+def _show_cursor() -> None:
+    """The live view of a launcher that was killed has left the terminal without a cursor."""
+    if sys.stderr.isatty():
+        typer.echo("\x1b[?25h", err=True, nl=False)
 
 
 def _name(number: int) -> str:

@@ -220,13 +220,15 @@ def run_to_end(
     as_json: bool,
 ) -> None:
     """Show the plan, run it, and show the results."""
+    from bireme.report.live_view import live_view
     from bireme.runtime.board import RunFailed
     from bireme.train.launching import start
 
     show_prepared(prepared, folder, as_json=as_json)
     report_folder(folder.path.resolve())
     try:
-        finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
+        with live_view():
+            finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:
         typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
         raise typer.Exit(INTERRUPTED_STATUS) from None

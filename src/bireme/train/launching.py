@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.devices import ACCELERATOR, VISIBLE, Backend, num_accelerators
 from bireme.errors import BiremeError, SampleError
 from bireme.model.units import units_of
+from bireme.plan.plan import Plan
 from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
 from bireme.report.page.recorded import write_recorded
@@ -339,7 +341,9 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
 
     from bireme import __version__
 
-    plan, forecast, phase = prepared.plan.plan, prepared.plan.forecast, phase_of(os.environ)
+    plan, forecast, cluster = prepared.plan.plan, prepared.plan.forecast, prepared.machines.cluster
+    devices, phase = plan.process_devices, phase_of(os.environ)
+    own = {placed.name: placed.device.memory_bytes for placed in cluster.devices()}
     return {
         "version": __version__,
         **({"phase": phase} if phase else {}),
@@ -347,11 +351,24 @@ def first_words(prepared: PreparedRun) -> dict[str, Any]:
         "schedule": plan.schedule,
         "num_stages": plan.num_stages,
         "width": plan.width,
-        "devices": [name for row in plan.devices for name in row],
+        "devices": list(devices),
+        "device_bytes": [own.get(name) for name in devices],
+        "link_bytes_per_s": _links_onward(plan, cluster),
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
         "learns": learns(prepared.run, prepared.data, prepared.graph),
         **({"sync_mode": plan.sync_mode, "sum_codec": plan.sum_codec} if plan.sync_mode else {}),
     }
+
+
+def _links_onward(plan: Plan, cluster: Cluster) -> list[float | None]:
+    """The bandwidth from the device of each rank to that of the next rank of its replica, if it has one."""
+    devices = plan.process_devices
+    found: list[float | None] = [None] * len(devices)
+    for rank in range(len(devices) - 1):
+        if devices[rank] != devices[rank + 1] and (rank + 1) % plan.source.num_ranks:
+            speed = cluster.bandwidth(*map(cluster.number_of, devices[rank : rank + 2]))
+            found[rank] = speed if isfinite(speed) else None
+    return found
 
 
 @contextmanager

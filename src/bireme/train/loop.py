@@ -344,20 +344,28 @@ class Loop:
             "train",
             step,
             **self._tally.line(result, batch),
-            memory_bytes=self._peaks_of_ranks(),
+            **self._loads_of_ranks(),
             **({} if self._copies is None else {"copy_age": self._copies.age(step)}),
         )
         if self._copies is not None and (trouble := self._copies.trouble()):
             self.warn(trouble, step)
 
-    def _peaks_of_ranks(self) -> list[int | None]:
-        """The most bytes that each rank has had, as far as rank 0 knows from the store; on others nothing."""
+    def _loads_of_ranks(self) -> dict[str, Any]:
+        """The most bytes that each rank has had, and the bytes that it has sent since this start of the run,
+        as far as rank 0 knows from the store. A replica that may die lists its own ranks alone.
+        """
         world = self._part.world
-        world.store.set(f"memory/{world.rank}", str(self._part.memory.peak_bytes()))
-        if world.rank:
-            return []
-        keys = [f"memory/{rank}" for rank in range(world.size)]
-        return [int(world.store.get(key)) or None if world.store.check([key]) else None for key in keys]
+        sums = self._sum_bytes.sent + self.pipeline.sum_bytes.sent
+        sent = sums + sum(link.sent_bytes for link in (*self._sent, *self._sent_by_pipeline()))
+        world.store.set(f"load/{world.rank}", f"{self._part.memory.peak_bytes()} {sent}")
+        loads: list[list[int | None]] = [[], []]
+        for rank in range(world.size if world.rank == 0 else 0):
+            key = f"load/{rank}"
+            found = world.store.get(key).split() if world.store.check([key]) else (0, 0)
+            loads[0].append(int(found[0]) or None)
+            loads[1].append(int(found[1]) if int(found[0]) else None)
+        replica = {} if self._member is None else {"replica": self._member.number}
+        return {"memory_bytes": loads[0], "sent_bytes": loads[1], **replica}
 
     def _save(self) -> None:
         self._checkpoints.save(self.pipeline, self.step)

@@ -85,8 +85,8 @@ from bireme.train.run_data import counted, data_of, with_length_of_data
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO
-from bireme.train.run_log import check_trackers
 from bireme.train.shares import sharing_of
+from bireme.train.trackers import check_trackers
 
 # Mistakes of a run that are found before its model is measured: in its samples.
 

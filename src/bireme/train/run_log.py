@@ -1,225 +1,22 @@
 """What rank 0 writes down and says: the log of a run, the trackers that copy it, and the terminal."""
 
-import importlib
 import json
 import math
-import os
-import re
-import secrets
-import sys
-import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
-from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.documents import read_json_lines
-from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
-from bireme.sync.coordinator.state import Recovery
+from bireme.report.run_lines import RunLines
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
+from bireme.train.prometheus import Prometheus
 from bireme.train.run_file import RunFile
-
-# The lines that a run shows while it goes: one for each of its log, plain, so that a file takes them.
-
-
-class _Screen:
-    """Prints to standard error, where progress belongs."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._begin_s = monotonic()
-        self._begin_step = 0
-
-    def show(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Print an event of the run."""
-        match kind:
-            case "start":
-                self._begin_s, self._begin_step = monotonic(), step
-                self._say(f"step {self._of(step)}  the pipeline is ready")
-            case "train":
-                self._say(self._line(step, values))
-            case "evaluation":
-                self._say(f"step {self._of(step)}  evaluation loss {values['loss']:.4f}{_more(values)}")
-            case "checkpoint":
-                self._say(
-                    f"step {self._of(step)}  checkpoint, {bytes_text(values['num_bytes'])}, pause "
-                    f"{seconds_text(values['stall_s'])}, written in {seconds_text(values['write_s'])}"
-                )
-            case "schedule":
-                self._say(
-                    f"step {self._of(step)}  switches to {values['schedule']}; updates are delayed from here"
-                )
-            case "shares" if step:
-                self._say(f"step {self._of(step)}  shares {' + '.join(map(str, values['shares']))}")
-            case "recovery":
-                self._say(f"step {self._of(step)}  {Recovery(step=step, **values).text}")
-            case "warning" | "private":
-                self._say(f"step {self._of(step)}  {values['text']}")
-
-    def _line(self, step: int, values: dict[str, Any]) -> str:
-        parts = [f"step {self._of(step)}", f"loss {values['loss']:.4f}", f"norm {values['grad_norm']:.3f}"]
-        if values["tokens_per_s"]:
-            parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
-        elif values["samples_per_s"]:
-            parts.append(f"{values['samples_per_s']:,.1f} samples/s")
-        known = [bytes_text(one) for one in values["memory_bytes"] if one]
-        if known:
-            parts.append(f"memory {' + '.join(known)}")
-        if "copy_age" in values:
-            age = values["copy_age"]
-            parts.append("no second copy yet" if age is None else f"copy {counted(age, 'batch')} old")
-        done = step - self._begin_step
-        if done and step < self._num_steps:
-            left_s = (monotonic() - self._begin_s) / done * (self._num_steps - step)
-            parts.append(f"{_clock(left_s)} left")
-        return "  ".join(parts)
-
-    def _of(self, step: int) -> str:
-        return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-
-    def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201 (this is what the file is for)
-
-
-def _more(values: dict[str, Any]) -> str:
-    """What else there is to say about an evaluation's loss."""
-    perplexity, bits = values["perplexity"], values["bits_per_byte"]
-    parts = [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
-    parts += [] if bits is None else [f"{bits:.4f} bits per byte"]
-    return "".join(f"  {part}" for part in parts)
-
-
-def _clock(seconds: float) -> str:
-    """Such as 1:05 or 2:03:10."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-# Trackers: where the curves of a run go besides its own log. One small interface, one file for each tracker.
-#
-# What they get is a copy: what a run knows of itself is in its log. So a tracker that fails ends its curves,
-# and not the run. Only rank 0 has any.
-
-_CURVES = (
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_s",
-    "samples_per_s",
-    "perplexity",
-    "bits_per_byte",
-)
-_KINDS = ("train", "evaluation")
-
-_UNUSUAL = re.compile(r"[^\w.:-]+")
-"""What a name of a curve may not have everywhere."""
-
-_CLOSE_S = 30.0
-"""So long may a tracker take, when a run is over, to send what it still has."""
-
-
-def curves_of(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """What is a curve of a line of the log, by its name; none of a line of another kind."""
-    if kind not in _KINDS:
-        return {}
-    found = {f"{kind}/{name}": values[name] for name in _CURVES if isinstance(values.get(name), float)}
-    sources = values.get("sources") or {}
-    return found | {
-        f"{kind}/loss_of/{_UNUSUAL.sub('_', name)}": loss
-        for name, loss in sources.items()
-        if loss is not None
-    }
-
-
-class _Tracker(ABC):
-    """Takes the lines of a run's log. `title` is what people call it, `extra` what installs it."""
-
-    title: str
-    extra: str
-
-    def __init__(self) -> None:
-        self.failure: str | None = None
-        """Why there are no more curves."""
-
-    def note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take what is a curve from a line of the log; from any thread, and never an error."""
-        if self.failure is not None:
-            return
-        try:
-            self._note(kind, step, values)
-        except Exception as error:  # it must not end the run, whatever it is
-            self._fail(error)
-
-    def close(self) -> None:
-        """Send or write what there still is."""
-        if self.failure is not None:
-            return
-        try:
-            self._close()
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-        self.failure = lines[0] if lines else type(error).__name__
-
-    @abstractmethod
-    def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-
-class BackgroundTracker(_Tracker):
-    """A tracker that may wait for a network: it does so in a thread, and training does not wait for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiting: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"bireme {self.title}", daemon=True)
-        self._thread.start()
-
-    def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        curves = curves_of(kind, values)
-        if curves:
-            self._waiting.put((step, curves))
-
-    def _close(self) -> None:
-        self._waiting.put(None)
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
-            self.failure = f"it did not take all within {_CLOSE_S:g} s of the end"
-
-    def _work(self) -> None:
-        try:
-            self._begin()
-            while (line := self._waiting.get()) is not None:
-                self._send(*line)
-            self._end()
-        except Exception as error:
-            self._fail(error)
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Begin the run there, or go on with it."""
-
-    @abstractmethod
-    def _send(self, step: int, curves: dict[str, float]) -> None: ...
-
-    @abstractmethod
-    def _end(self) -> None: ...
-
+from bireme.train.trackers import MLflow, TensorBoard, Tracker, WandB
 
 # What a run writes down while it goes: a line of JSON for everything that happens, and trackers if asked.
 #
@@ -233,7 +30,7 @@ _LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u20
 class MetricsLog:
     """Appends to the log of a run, whose clock goes on where it stopped before; from any thread."""
 
-    def __init__(self, path: Path, *, trackers: Sequence[_Tracker] = ()) -> None:
+    def __init__(self, path: Path, *, trackers: Sequence[Tracker] = ()) -> None:
         self._offset_s = _last_time_s(path) if path.exists() else 0.0
         self._begin_s = perf_counter()
         self._lock = Lock()
@@ -303,168 +100,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# The curves of a run for Weights & Biases.
-#
-# Where they go is said in the words of that package: WANDB_MODE=offline keeps them in the run's folder, from
-# where `wandb sync` sends them later. A run that resumes goes on in the same curves.
-
-_BEGIN_S = 60.0
-"""So long may it take to reach the server."""
-
-
-class WandB(BackgroundTracker):
-    """Sends curves to a run of a project; `config` is what is shown of the run with them."""
-
-    title, extra = "Weights & Biases", "wandb"
-
-    def __init__(self, folder: Path, project: str, config: dict[str, Any]) -> None:
-        self._folder, self._project, self._config = folder, project, config
-        self._wandb: Any = None
-        self._run: Any = None
-        super().__init__()
-
-    def _begin(self) -> None:
-        self._wandb = importlib.import_module("wandb")
-        kept = self._folder / "wandb-id"
-        if not kept.is_file():
-            write_text_atomically(kept, secrets.token_hex(4))
-        self._run = self._wandb.init(
-            dir=str(self._folder),
-            project=self._project,
-            name=self._folder.name,
-            id=kept.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            config=self._config,
-            settings=self._wandb.Settings(init_timeout=_BEGIN_S, console="off", silent=True),
-        )
-        # Its own count of steps only rises, and a run that resumes may train some again.
-        self._run.define_metric("*", step_metric="step")
-
-    def _send(self, step: int, curves: dict[str, float]) -> None:
-        self._run.log({"step": step, **curves})
-
-    def _end(self) -> None:
-        self._run.finish()
-        self._wandb.teardown()
-
-
-# The curves of a run for MLflow: on the server that MLFLOW_TRACKING_URI names, or in a folder of files.
-
-_URI = "MLFLOW_TRACKING_URI"
-_FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"
-"""Without it newer versions write to servers and databases alone."""
-
-_MOST_LETTERS, _MOST_PARAMETERS = 500, 100
-"""What MLflow takes of a parameter, and of parameters at once."""
-
-
-class MLflow(BackgroundTracker):
-    """Sends curves to a run of an experiment; `config` are its parameters, by table and key.
-
-    Where no server is named the files are in `mlruns` next to the run's folder, so that runs are compared.
-    """
-
-    title, extra = "MLflow", "mlflow"
-
-    def __init__(self, folder: Path, experiment: str, config: dict[str, Any]) -> None:
-        self._folder, self._experiment, self._config = folder, experiment, config
-        self._entities: Any = None
-        self._client: Any = None
-        self._id = ""
-        super().__init__()
-
-    def _begin(self) -> None:
-        self._entities = importlib.import_module("mlflow.entities")
-        uri = os.environ.get(_URI)
-        if not uri:
-            uri = (self._folder.parent / "mlruns").absolute().as_uri()
-            os.environ.setdefault(_FILES_ALLOWED, "true")
-        self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=uri)
-        kept = self._folder / "mlflow-id"
-        if kept.is_file():
-            self._id = kept.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        known = self._client.get_experiment_by_name(self._experiment)
-        number = known.experiment_id if known else self._client.create_experiment(self._experiment)
-        self._id = self._client.create_run(number, run_name=self._folder.name).info.run_id
-        write_text_atomically(kept, self._id)
-        parameters = [
-            self._entities.Param(f"{table}.{key}", str(value)[:_MOST_LETTERS])
-            for table, keys in self._config.items()
-            if isinstance(keys, dict)
-            for key, value in keys.items()
-            if value is not None
-        ]
-        for first in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[first : first + _MOST_PARAMETERS])
-
-    def _send(self, step: int, curves: dict[str, float]) -> None:
-        now_ms = int(time.time() * 1000)
-        metrics = [self._entities.Metric(name, value, now_ms, step) for name, value in curves.items()]
-        self._client.log_batch(self._id, metrics=metrics)
-
-    def _end(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-# The curves of a run for TensorBoard: files in a folder of the run.
-
-_FLUSH_S = 10
-
-
-class TensorBoard(_Tracker):
-    """Writes curves into a folder, which may have those of earlier starts of the run.
-
-    The first step hides what an earlier start has written from it on, for it is trained again. Once there is
-    a checkpoint all before it is on the disk, since no start will write it again.
-    """
-
-    title, extra = "TensorBoard", "track"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        from torch.utils.tensorboard import SummaryWriter  # takes a second that others need not wait
-
-        self._open = SummaryWriter
-        self._folder = folder
-        self._writer: Any = None
-
-    def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        curves = curves_of(kind, values)
-        if curves and self._writer is None:
-            self._writer = self._open(str(self._folder), purge_step=step, flush_secs=_FLUSH_S)
-        for name, value in curves.items():
-            self._writer.add_scalar(name, value, step)
-        if kind == "checkpoint" and self._writer is not None:
-            self._writer.flush()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-_TRACKERS: dict[str, type[_Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
-"""By their key in `[log]`, which is the name of the package too."""
-
-
-def check_trackers(asked: Mapping[str, bool]) -> None:
-    """See whether each tracker that is asked for, by its key, is installed, before anything has been done."""
-    for key, kind in _TRACKERS.items():
-        if asked[key] and find_spec(key) is None:
-            raise BiremeError(
-                f"log.{key} is set, and {kind.title} is not installed: install it with pip install "
-                f'"bireme[{kind.extra}]".'
-            )
-
-
 class RunLog:
     """The log of a run. `words` are its first values; with `is_shown` the terminal has it too."""
 
     def __init__(self, folder: RunFolder, run: RunFile, words: Mapping[str, Any], *, is_shown: bool) -> None:
         self._metrics = MetricsLog(folder.metrics, trackers=_trackers(folder, run))
         self._words = words
-        self._screen = _Screen(run.training.steps) if is_shown else None
+        self._screen = RunLines(run.training.steps) if is_shown else None
         self._failed: set[str] = set()
 
     def begin(self, step: int) -> None:
@@ -499,12 +141,17 @@ class RunLog:
                 self._screen.show("warning", step, {"text": text})
 
 
-def _trackers(folder: RunFolder, run: RunFile) -> list[_Tracker]:
+def _trackers(folder: RunFolder, run: RunFile) -> list[Tracker]:
     """Those that are asked for."""
     asked, config = run.log, run.model_dump(mode="json")
-    makers: dict[str, Callable[[], _Tracker]] = {
+    makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(folder.path / "tensorboard"),
         "wandb": lambda: WandB(folder.path, asked.project, config),
         "mlflow": lambda: MLflow(folder.path, asked.project, config),
     }
-    return [make() for key, make in makers.items() if asked.trackers[key]]
+    found = [make() for key, make in makers.items() if asked.trackers[key]]
+    if asked.prometheus:
+        found.append(
+            Prometheus(asked.prometheus_host, asked.prometheus, folder.path.name, run.training.steps)
+        )
+    return found

@@ -357,6 +357,14 @@ class Log(Table):
         default=False,
         description="Send the curves to MLflow too, to MLFLOW_TRACKING_URI, or into mlruns in folder",
     )
+    prometheus: Annotated[int, Field(ge=0, lt=2**16)] = Field(
+        default=0,
+        description="Port at which rank 0 serves the run's figures to Prometheus, at /metrics; 0 for none",
+    )
+    prometheus_host: Text = Field(
+        default="127.0.0.1",
+        description="Address of that port; 0.0.0.0 lets other machines read the figures",
+    )
     project: Text = Field(
         default="bireme",
         description="Project of Weights & Biases and experiment of MLflow that a run belongs to",
