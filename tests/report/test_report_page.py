@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -20,6 +21,7 @@ from bireme.report.shapes import Rect, Text
 from bireme.schedule.instruction import Kind
 from tests.support.chromium import Chromium, chromium, find_chromium
 from tests.support.command import bireme
+from tests.support.patience import patience_s
 from tests.support.run_folders import (
     WRITTEN_S,
     lines_of,
@@ -28,6 +30,7 @@ from tests.support.run_folders import (
     timelines_of,
     write_lines,
 )
+from tests.support.served_pages import served
 
 pytestmark = pytest.mark.slow
 
@@ -241,7 +244,7 @@ def test_the_trace_is_that_of_the_measured_timeline(
     assert result.out == f"Wrote {html}.\nWrote {trace}.\n"
     events = json.loads(trace.read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) == pytest.approx(timelines_of()[1].makespan_s * 1e6, rel=1e-3)
+    assert max(ends) == pytest.approx(timelines_of(300)[1].makespan_s * 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(("width", "name"), [(1, "agreement of stages"), (2, "gradient sync")])
@@ -249,7 +252,7 @@ def test_a_trace_names_a_gradient_sync_only_if_there_are_replicas(
     width: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, trace = (make_run if width == 1 else run_with_replicas)(tmp_path / "run"), tmp_path / "trace.json"
-    measured = timelines_of()[1]
+    measured = timelines_of(300)[1]
     for rank in measured.ranks:  # each REDUCE takes until the next instruction
         for place, step in enumerate(rank.track[:-1]):
             if step.kind is Kind.REDUCE:
@@ -453,3 +456,39 @@ def drag(browser: Chromium, start: float, end: float, y: float) -> None:
 def brightness(colour: str) -> float:
     """The mean of red, green and blue of a colour as browsers say it."""
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+
+
+def test_a_browser_shows_new_figures_of_a_run_and_keeps_what_the_reader_chose(
+    tmp_path: Path, browser: Chromium
+) -> None:
+    folder = tmp_path / "growing"
+    with served(folder) as server:
+        browser.open(server.address)
+        assert "has not begun" in browser.value("document.body.textContent")
+        make_run(folder)
+        until(browser, "document.querySelector('.plot.steps') !== null")
+        browser.value("document.getElementById('scale-1').click()")
+        browser.value("document.querySelector('details').open = true")
+        write_lines(folder, [*lines_of(300), {"kind": "warning", "step": 900, "time_s": 9e3, "text": "NEW"}])
+        until(browser, "document.body.textContent.includes('NEW')")
+        assert browser.value("document.getElementById('scale-1').checked")
+        assert browser.value("document.querySelector('details').open")
+        height = browser.value("document.querySelector('.plot.steps.log').getBoundingClientRect().top + 100")
+        browser.mouse("mouseMoved", 640, height)
+        assert "smoothed" in browser.value("document.querySelector('.tip').textContent")
+        drag(browser, 300, 700, height)
+        write_lines(folder, list(lines_of(300)))
+        until(browser, "document.getElementById('live').textContent.includes('zoom out')")
+        assert "NEW" in browser.value("document.body.textContent")
+        browser.value("document.querySelector('.whole:not([hidden])').click()")
+        until(browser, "!document.body.textContent.includes('NEW')")
+    until(browser, "document.getElementById('live').textContent.includes('has ended')")
+    assert [one for one in browser.complaints if server.address not in one] == []
+    browser.complaints.clear()
+
+
+def until(browser: Chromium, condition: str) -> None:
+    end_s = monotonic() + patience_s()
+    while not browser.value(condition):
+        assert monotonic() < end_s, condition
+        sleep(0.1)

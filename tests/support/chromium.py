@@ -82,14 +82,14 @@ class Chromium:
             page.call(f"{domain}.enable")
         return page
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a file, in a window of a size, for a reader who likes it light or dark."""
+    def open(self, path: Path | str, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        """Load a file or an address, in a window of a size, for a reader who likes it light or dark."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.loaded = False
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.resolve().as_uri())
         while not self.loaded:
             self._take(self._message())
 

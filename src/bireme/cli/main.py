@@ -56,6 +56,9 @@ VERBS = {
         TRAIN,
         "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
     ),
+    "watch": Verb(
+        TRAIN, "Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it."
+    ),
     "ledger": Verb(
         TRAIN, "Check the ledger of a run: every sample in one committed round of each finished epoch."
     ),

@@ -195,7 +195,7 @@ class LiveRun:
         limit, num_bytes = _at(start.get("device_bytes") or (), rank), _at(memory, place)
         text = "" if not num_bytes else bytes_text(num_bytes)
         if limit and (is_wide or not num_bytes):
-            text += f" of {bytes_text(limit)}" if text else "–"
+            text += f" of {bytes_text(limit)}" if text else "?"
         sent, link = _at(self._rates, place), _at(start.get("link_bytes_per_s") or (), rank)
         sends = "" if sent is None else f"sends {_rate(sent)}"
         sends += f" of {_rate(link)}" if sends and link else ""

@@ -35,17 +35,18 @@ _MOST_BYTES = 1 << 16
 @contextmanager
 def live_view() -> Iterator[None]:
     """Show the run that trains in the block; plain lines if standard error is not a terminal."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb" or sys.stderr is not sys.__stderr__:
+    errors, out = sys.__stderr__, sys.__stdout__
+    if errors is None or errors is not sys.stderr or not errors.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return
-    files = [2, 1] if sys.stdout is sys.__stdout__ and sys.stdout.isatty() else [2]
+    files = [2, 1] if out is not None and out is sys.stdout and out.isatty() else [2]
     _flush()
     kept = [os.dup(file) for file in files]
     reader, writer = os.pipe()
     for file in files:
         os.dup2(writer, file)
     os.environ[EVENTS] = "1"
-    screen = _Screen(reader, kept[0], sys.stderr.encoding)
+    screen = _Screen(reader, kept[0], errors.encoding)
     try:
         yield
     finally:

@@ -44,26 +44,42 @@ _NO_MEMORY = (
 )
 
 
-def page(runs: Sequence[Run], now: datetime, version: str) -> str:
+def page(runs: Sequence[Run], now: datetime, version: str, *, live: str = "") -> str:
     """The page of the first run, with the others' curves and figures next to its own.
 
-    `now` tells whether a run still goes on, `version` is that of the program that makes the page.
+    `now` tells whether a run still goes on, `version` is that of the program that makes the page. A page that
+    `bireme watch` serves has a word in `live`, which differs from that of any other state of the run.
     """
     assert 1 <= len(runs) <= MOST_RUNS
     names = [run.name for run in runs]
+    parts = (part for part in _parts(runs, now, version) if part)
+    title = f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
+    return _document(title, version, live, *parts)
+
+
+def waiting_page(name: str, sentence: str, version: str, live: str) -> str:
+    """The page that `bireme watch` serves while it has no figures of a run; `sentence` says why."""
+    return _document(name, version, live, tag("header", tag("h1", words(name))), _missing(sentence))
+
+
+def _document(title: str, version: str, live: str, *parts: str) -> str:
+    policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="generator", content=f"Bireme {version}"),
-        tag("title", words(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} · Bireme")),
+        tag("title", words(f"{title} · Bireme")),
         tag("style", _resource("style.css")),
     )
-    parts = (part for part in _parts(runs, now, version) if part)
-    body = tag("body", idle_pattern(), tag("main", *parts), tag("script", _resource("script.js")))
-    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
+    scripts = [tag("script", _resource("script.js"))]
+    if live:
+        state = tag("p", "live", id="live", role="status", class_="note")
+        scripts = [state, *scripts, tag("script", _resource("live.js"))]
+    body = tag("body", idle_pattern(), tag("main", *parts), *scripts)
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en', data_version=live or None)}\n"
 
 
 def _resource(name: str) -> str:

@@ -273,7 +273,11 @@
     }
   }
 
-  for (const svg of document.querySelectorAll("svg[data-range]")) new Plot(svg);
+  const begin = () => {
+    for (const svg of document.querySelectorAll("svg[data-range]")) new Plot(svg);
+  };
+  begin();
+  addEventListener("renewed", begin);
   addEventListener("beforeprint", () => {
     for (const details of document.querySelectorAll("details")) details.open = true;
   });
