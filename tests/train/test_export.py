@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bireme import files
 from bireme.errors import BiremeError
 from bireme.files import new_folder
+from bireme.model.sources import load_source
 from bireme.model.weights import load_weights
 from bireme.runtime.snapshot import Snapshot
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
@@ -246,3 +248,29 @@ def test_all_of_a_new_folder_is_on_the_disk_before_it_gets_its_name(
         (draft / "weights").write_text("1")
     assert done == ["sync 1", "swap"]
     assert [one.name for one in path.iterdir()] == ["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_model_for_torch_s_distributed_checkpoint_goes_out_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = transformers_model("llama")()
+    model.save_pretrained(tmp_path / "base")
+    graph, checkpoint = graph_of(model), saved(model, tmp_path / "checkpoints")
+    run = load_run_file(None, [f"model.source=hf:{tmp_path / 'base'}"])
+    gc.collect()
+    with monkeypatch.context() as patched:
+        patched.setattr("bireme.model.dcp_weights._MOST_BYTES", 0)
+        watch = Watch(patched)
+        export_checkpoint(run, graph, checkpoint, tmp_path / "dcp", as_dcp=True)
+    assert watch.most <= 2 * watch.largest
+    own = model.state_dict()
+    found = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    source = load_source(f"hf:{tmp_path / 'dcp'}")
+    assert source.folder == tmp_path / "dcp"
+    back = load_weights(graph, own, tmp_path / "dcp", model=source.model)
+    assert all(torch.equal(back[name], own[name]) for name in back)
+    assert len(back) == len(dict(model.named_parameters()))

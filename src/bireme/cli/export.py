@@ -1,6 +1,7 @@
 """`bireme export`: the most recent weights of a run as a model folder."""
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,13 @@ import typer
 
 from bireme.cli.options import Json, print_json
 from bireme.errors import BiremeError
+
+
+class ExportFormat(StrEnum):
+    """A format of exported weights."""
+
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
 
 
 def export(
@@ -20,6 +28,13 @@ def export(
             help="Add the adapter of model.lora to its base, and export the whole model.",
         ),
     ] = False,
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="Files of the weights: safetensors, or dcp for torch.distributed.checkpoint.",
+        ),
+    ] = ExportFormat.SAFETENSORS,
     as_json: Json = False,
 ) -> None:
     """Export the latest model of a run: a transformers folder, or safetensors with the model's names.
@@ -42,6 +57,12 @@ def export(
             f"{run_dir} has trained no adapter, so there is nothing to merge. Export the model as it is: "
             f"bireme export {shlex.quote(str(run_dir))} --to {shlex.quote(str(to))}"
         )
+    as_dcp = form is ExportFormat.DCP
+    if as_dcp and run.model.lora.rank is not None and not merged and not run.model.lora.merge:
+        raise BiremeError(
+            f"{run_dir} has trained an adapter, which peft reads from safetensors. Leave out --format dcp, "
+            "or add --merged to export the whole model."
+        )
     checkpoint = newest_good(
         folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
     )
@@ -51,7 +72,7 @@ def export(
             f"bireme resume {shlex.quote(str(run_dir))}"
         )
     graph = load_graph(folder.graph)
-    export_checkpoint(run, graph, checkpoint, to.resolve(), merged=merged or None)
+    export_checkpoint(run, graph, checkpoint, to.resolve(), merged=merged or None, as_dcp=as_dcp)
     step = checkpoint.manifest.step
     if as_json:
         print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})

@@ -27,6 +27,7 @@ from bireme.model.graph import Graph
 from bireme.model.lora import Adapter, add_adapter
 from bireme.model.own_model import own_model
 from bireme.model.part import WHOLE, TrainedPart
+from bireme.model.weights import METADATA
 from bireme.user_code import PREFIX, names_function, reason_of
 
 # Choosing the parameters that learn, by patterns over the model's own names.
@@ -312,4 +313,5 @@ def offline(*also: Any) -> Iterator[None]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    patterns = "*.safetensors", "pytorch_model*.bin", METADATA
+    return any(any(folder.glob(pattern)) for pattern in patterns)

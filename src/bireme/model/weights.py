@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,22 @@ from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import packed
 from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, schema_of, storage_id
 
-# Weights from a folder of safetensors, by name: only the tensors asked for are read.
-#
-# The layout is that of the transformers package: one file `model.safetensors`, or several with an index. Tied
-# weights may be stored under any of their names, and all names may lack, or have, one word at their front.
-# Where the model is given and its package keeps checkpoints in another form than the model's (experts apart
-# that the model holds together, older names), that package's own rules convert them.
+if TYPE_CHECKING:
+    from bireme.model.dcp_weights import DcpWeights
 
 Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Gives parameters and buffers by name."""
 
+# Weights from a folder, by name: only the tensors asked for are read.
+#
+# The folder has safetensors in the layout of the transformers package: one file `model.safetensors`, or
+# several with an index. Or it has a checkpoint of torch.distributed.checkpoint. Tied weights may be stored
+# under any of their names, and all names may lack, or have, one word at their front. Where the model is given
+# and its package keeps checkpoints in another form than the model's (experts apart that the model holds
+# together, older names), that package's own rules convert them.
+
+METADATA = ".metadata"
+"""A checkpoint of torch.distributed.checkpoint has this file."""
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -92,6 +98,8 @@ def open_weights(
 def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that weights are read from, and the index to them if there are several."""
     with _Folder(folder, reads_data=False) as files:
+        if files.dcp is not None:
+            return [folder / METADATA, *files.dcp.files]
         found = {folder / file for file in files.where.values()}
     return sorted(found | {path for path in (folder / _INDEX,) if path.is_file()})
 
@@ -132,16 +140,24 @@ class _Folder:
         self.handles: dict[str, Any] = {}
         self.where: dict[str, str] = {}
         """The file of every tensor."""
+        self.dcp: DcpWeights | None = None
+        """The tensors, if they are a checkpoint of torch.distributed.checkpoint."""
 
     def __enter__(self) -> "_Folder":
         if (self.folder / _INDEX).is_file():
             self.where = self._index()
         elif (self.folder / _ONE_FILE).is_file():
             self.where = dict.fromkeys(self._handle(_ONE_FILE).keys(), _ONE_FILE)
+        elif (self.folder / METADATA).is_file():
+            from bireme.model.dcp_weights import DcpWeights  # its import takes most of a second
+
+            self.dcp = DcpWeights(self.folder / METADATA)
+            self.where = dict.fromkeys(self.dcp.names, METADATA)
         else:
             raise BiremeError(
-                f"{self.folder} holds no weights: neither {_ONE_FILE} nor {_INDEX} is there. Name a folder "
-                "that a model was saved to in the safetensors format, or start from new weights."
+                f"{self.folder} holds no weights: neither {_ONE_FILE} nor {_INDEX} nor {METADATA} is there. "
+                "Name a folder that a model was saved to in the safetensors format or by "
+                "torch.distributed.checkpoint, or start from new weights."
             )
         return self
 
@@ -181,10 +197,14 @@ class _Folder:
 
     def __str__(self) -> str:
         """What to call the place in an error."""
+        if self.dcp is not None:
+            return str(self.folder)
         return str(self.folder / (_INDEX if (self.folder / _INDEX).is_file() else _ONE_FILE))
 
     def read(self, key: str) -> Tensor:
         """One tensor."""
+        if self.dcp is not None:
+            return self.dcp.read(key) if self.reads_data else self.dcp.blank(key, "meta")
         handle = self._handle(self.where[key])
         if key not in handle.keys():  # noqa: SIM118 - it is no mapping
             path = self.folder / self.where[key]

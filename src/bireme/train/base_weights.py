@@ -20,7 +20,7 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.part import WHOLE
-from bireme.model.weights import open_weights, weight_files
+from bireme.model.weights import METADATA, open_weights, weight_files
 from bireme.train.checkpoint.disk import digest_of
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.model import RunModel
@@ -76,7 +76,8 @@ def _base_folder(run: RunFile) -> Path | None:
     given = run.model.weights or (rest if kind == "hf" else None)
     if given is None or run.model.from_scratch or run.model.part == WHOLE:
         return None
-    return Path(given) if any(Path(given).glob("*.safetensors")) else None
+    patterns = "*.safetensors", METADATA
+    return Path(given) if any(any(Path(given).glob(pattern)) for pattern in patterns) else None
 
 
 def names_in_base(graph: Graph) -> frozenset[str]:

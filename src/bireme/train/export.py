@@ -5,8 +5,9 @@ folder is there whole or not at all.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,19 +104,34 @@ def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:
 
 
 def export_checkpoint(
-    run: RunFile, graph: Graph, checkpoint: Checkpoint, to: Path, *, merged: bool | None = None
+    run: RunFile,
+    graph: Graph,
+    checkpoint: Checkpoint,
+    to: Path,
+    *,
+    merged: bool | None = None,
+    as_dcp: bool = False,
 ) -> None:
     """Write a checkpoint's model into a folder, where it replaces what was there: whole, or not at all.
 
     Of a run with an adapter that is the adapter alone, or with `merged` the whole model with the adapter
-    added to its weights; None leaves it to the run file.
+    added to its weights; None leaves it to the run file. With `as_dcp` the weights of a whole model are in
+    the format of torch.distributed.checkpoint.
     """
+    write = _write_dcp if as_dcp else partial(_write_weights, run.export.shard_bytes)
     with NewestWeights(run, graph, checkpoint) as weights:
-        _export(run, graph, weights, checkpoint.manifest.step, to, merged=merged)
+        _export(run, graph, weights, checkpoint.manifest.step, to, merged=merged, write=write)
 
 
 def _export(
-    run: RunFile, graph: Graph, weights: Mapping[str, Tensor], step: int, to: Path, *, merged: bool | None
+    run: RunFile,
+    graph: Graph,
+    weights: Mapping[str, Tensor],
+    step: int,
+    to: Path,
+    *,
+    merged: bool | None,
+    write: Callable[[Sequence[TensorEntry], Mapping[str, Tensor], Path], None],
 ) -> None:
     adapter = load_source(run.model.source, part=run.model.part).adapter if run.model.part.lora else None
     if adapter is not None and (run.model.lora.merge if merged is None else merged):
@@ -129,11 +145,11 @@ def _export(
             from bireme.train.export_transformers import in_form_of_transformers
 
             entries, tensors = in_form_of_transformers(run, graph, weights, draft)
-            _write_weights(entries, tensors, run.export.shard_bytes, draft)
+            write(entries, tensors, draft)
         else:
             states = (*graph.parameters, *graph.buffers)
             entries = [_entry(state) for state in states if state.name in weights]
-            _write_weights(entries, weights, run.export.shard_bytes, draft)
+            write(entries, weights, draft)
         about = {"format": 1, "model": run.model.source, "step": step, **_length(graph)}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
@@ -154,8 +170,17 @@ def _entry(state: ModelState) -> TensorEntry:
     return TensorEntry(name=state.name, dtype=state.dtype, shape=list(state.shape))
 
 
+def _write_dcp(entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], to: Path) -> None:
+    from bireme.model.dcp_weights import write_dcp_weights  # its import takes most of a second
+
+    blanks = {
+        one.name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in entries
+    }
+    write_dcp_weights(to, blanks, tensors)
+
+
 def _write_weights(
-    entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], shard_bytes: int, to: Path
+    shard_bytes: int, entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], to: Path
 ) -> None:
     """Write one file, or several with an index, each no larger than asked unless one tensor alone is."""
     files = _in_files(entries, shard_bytes)

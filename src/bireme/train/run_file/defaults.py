@@ -31,6 +31,8 @@ SHORT = 128
 CONTEXTS = ("max_position_embeddings", "n_positions")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_DCP = ".metadata"
+"""A checkpoint of torch.distributed.checkpoint has this file."""
 HALVES = ("bfloat16", "float16", "BF16", "F16")
 """Formats of two bytes, by their names in configurations and in safetensors."""
 
@@ -73,7 +75,7 @@ def with_model_defaults(run: _Run) -> _Run:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder of transformers holds weights, and not only a configuration."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
+    return any(any(folder.glob(pattern)) for pattern in (*WEIGHTS, _DCP))
 
 
 def model_config(folder: Path) -> Mapping[str, Any]:

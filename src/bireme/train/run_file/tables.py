@@ -86,8 +86,9 @@ class Model(Table):
     )
     weights: Text | None = Field(
         default=None,
-        description="Folder of safetensors to start from, by the model's own parameter names, in place of "
-        "the weights of source; each process reads only its own stages",
+        description="Folder of safetensors, or a checkpoint of torch.distributed.checkpoint, to start from, "
+        "by the model's own parameter names, in place of the weights of source; each process reads only its "
+        "own stages",
         examples=["weights/"],
     )
     dtype: Literal["float32", "bfloat16"] = Field(
