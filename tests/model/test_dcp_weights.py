@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from bireme.errors import BiremeError
 from bireme.model.dcp_weights import DcpWeights, write_dcp_weights
@@ -22,7 +23,7 @@ from tests.support.patience import patience_s
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def a_model(seed: int = 0) -> nn.Module:
+def a_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 20))
     model[3].weight = model[0].weight
@@ -31,7 +32,7 @@ def a_model(seed: int = 0) -> nn.Module:
 
 
 def saved_by_torch(folder: Path, state: dict[str, Any]) -> Path:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -109,7 +110,7 @@ def test_torch_loads_what_is_written_one_tensor_at_a_time(tmp_path: Path) -> Non
     write_dcp_weights(tmp_path / "dcp", blanks, Tensors(own))
     assert sorted(asked) == sorted(own)
     found = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(found[name], own[name]) for name in own)
     files = weight_files(tmp_path / "dcp")
     assert sorted(path.name for path in files) == sorted(path.name for path in (tmp_path / "dcp").iterdir())

@@ -103,8 +103,10 @@ def test_a_replica_that_may_die_lists_its_own_ranks() -> None:
     run = LiveRun()
     run.take(RunEvent("start", 0, 100, START), 0.0)
     own = {"replica": 1, "memory_bytes": [5 << 30, 6 << 30], "sent_bytes": [0, 0]}
+    run.take(RunEvent("shares", 0, 100, {"shares": [12, 20]}), 0.5)
     run.take(RunEvent("train", 10, 100, trained(10, **own)), 1.0)
-    lines = {line.split()[1]: line for line in text_of(run, 119).splitlines() if "beta/" in line}
+    lines = {line.split()[1]: line for line in text_of(run, 119).splitlines() if "/gpu" in line}
+    assert "12 samples a batch" in lines["alpha/gpu0"]
     assert "5.00 GiB of 12.0 GiB" in lines["beta/gpu0"]
     assert "6.00 GiB of 12.0 GiB" in lines["beta/gpu1"]
 
@@ -154,6 +156,10 @@ try:
             ))
             subprocess.run(["sh", "-c", f"echo a library of step {step} warns >&2; echo printed"], check=True)
         print("by this process, on", sys.stdout.isatty(), sys.stderr.isatty())
+        sys.stderr.write("half a line")
+        sys.stderr.flush()
+        lines.show("warning", 20, {"text": "it is late"})
+        os.write(2, b"without an end")
         if "interrupt" in sys.argv:
             raise KeyboardInterrupt
 except KeyboardInterrupt:
@@ -193,9 +199,16 @@ def plain(text: str) -> str:
 def test_output_scrolls_above_the_view_and_the_terminal_is_left_clean(words: tuple[str, ...]) -> None:
     found = in_a_terminal(*words)
     text = plain(found)
-    for line in ("a library of step 20 warns", "printed", "by this process, on False False"):
+    for line in (
+        "a library of step 20 warns",
+        "printed",
+        "by this process, on False False",
+        "half a line",
+        "it is late",
+    ):
         assert f"{line}\n" in text, line
     view = text.rindex("step 20/100")
+    assert "without an end" in text
     assert text.rindex("a library of step 20 warns") < view < text.index("after False")
     assert text[view:].splitlines()[3].startswith("0 a/cpu0")
     assert ("interrupted" in text) == bool(words)

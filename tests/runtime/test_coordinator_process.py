@@ -72,8 +72,14 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
     sizes: dict[int, list[int]] = {}
 
     def kill(number: int) -> None:
+        if number == KILLED_AT - 1:
+            assert coordinator.process is not None
+            os.kill(
+                coordinator.process.pid, signal.SIGINT
+            )  # Ctrl-C, which goes to all processes of a terminal
         if number == KILLED_AT:
             assert coordinator.process is not None
+            assert coordinator.process.status is None
             os.kill(coordinator.process.pid, signal.SIGKILL)
             coordinator.process.join()
             assert coordinator.trouble() == "has ended"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from bireme import files
 from bireme.errors import BiremeError
@@ -267,7 +267,7 @@ def test_a_model_for_torch_s_distributed_checkpoint_goes_out_and_comes_back(
     assert watch.most <= 2 * watch.largest
     own = model.state_dict()
     found = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(found[name], own[name]) for name in own)
     source = load_source(f"hf:{tmp_path / 'dcp'}")
     assert source.folder == tmp_path / "dcp"

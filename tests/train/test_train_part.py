@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from bireme.model.graph_file import load_graph
 from bireme.model.stage import stage_function
@@ -90,6 +91,15 @@ def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
     merged = tmp_path / "merged"
     assert bireme(capsys, "export", str(run), "--to", str(merged), "--merged").status == 0
     whole = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
+    torch.testing.assert_close(whole(ids).logits, trained)
+    words = ("export", str(run), "--format", "dcp", "--to")
+    refused = bireme(capsys, *words, str(tmp_path / "adapter"))
+    assert refused.status == 2
+    assert "add --merged to export the whole model" in refused.err
+    assert bireme(capsys, *words, str(tmp_path / "dcp"), "--merged").status == 0
+    found = {name: torch.zeros_like(tensor) for name, tensor in whole.state_dict().items()}
+    load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    whole.load_state_dict(found)
     torch.testing.assert_close(whole(ids).logits, trained)
 
 

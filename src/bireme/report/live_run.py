@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from bireme.bounds import bytes_text, rate_text
+from bireme.bounds import bytes_text, counted, rate_text
 from bireme.report.run_lines import RunEvent, clock_text, event_text, speed_text
 
 _MOST_LOSSES = 2000
@@ -58,6 +58,8 @@ class LiveRun:
     _sent: tuple[float, list[int | None]] | None = None
     """When the ranks had sent these bytes."""
     _rates: list[float | None] = field(default_factory=list)
+    _shares: Sequence[int] = ()
+    """Samples of a batch that each replica trains."""
     _away: set[int] = field(default_factory=set)
     """Replicas that are lost."""
 
@@ -80,6 +82,8 @@ class LiveRun:
                 self._evaluated = event.step, values["loss"]
             case "checkpoint":
                 self._saved = event.step
+            case "shares":
+                self._shares = values["shares"]
             case "membership":
                 (self._away.discard if values["event"] == "back" else self._away.add)(values["replica"])
         return event_text(event) if event.kind in _SCROLLED else None
@@ -174,8 +178,9 @@ class LiveRun:
         for row in rows:
             label = row.label[: widest[0]].ljust(widest[0])
             parts: list[str | Text | tuple[str, str]] = [label, "  "]
-            if row.share is not None and room >= _LEAST_BAR // 2:
-                parts += [self._bar(row.share, room, "red" if row.share > _FULL else "blue"), "  "]
+            if room >= _LEAST_BAR // 2 and any(row.share is not None for row in rows) and not row.is_away:
+                style = "red" if (row.share or 0.0) > _FULL else "blue"
+                parts += [self._bar(row.share or 0.0, room, style), "  "]
             parts.append((row.memory, "red") if row.is_away else row.memory.ljust(widest[1]))
             if links:
                 parts += ["  ", (row.link, "dim")]
@@ -190,16 +195,19 @@ class LiveRun:
         start = self._start
         devices = start.get("devices") or ()
         label = f"{rank} {_at(devices, rank) or ''}".rstrip()
-        if rank * start.get("width", 1) // max(len(devices), 1) in self._away:
+        replica = rank * start.get("width", 1) // max(len(devices), 1)
+        if replica in self._away:
             return _RankRow(label, "away", "", None, is_away=True)
         limit, num_bytes = _at(start.get("device_bytes") or (), rank), _at(memory, place)
-        text = "" if not num_bytes else bytes_text(num_bytes)
-        if limit and (is_wide or not num_bytes):
-            text += f" of {bytes_text(limit)}" if text else "?"
+        text = bytes_text(num_bytes) if num_bytes else ""
+        if num_bytes and limit and is_wide:
+            text += f" of {bytes_text(limit)}"
+        elif not num_bytes and (samples := _at(self._shares, replica)) is not None:
+            text = f"{counted(samples, 'sample')} a batch"
         sent, link = _at(self._rates, place), _at(start.get("link_bytes_per_s") or (), rank)
         sends = "" if sent is None else f"sends {_rate(sent)}"
         sends += f" of {_rate(link)}" if sends and link else ""
-        return _RankRow(label, text, sends, (num_bytes or 0) / limit if limit else None)
+        return _RankRow(label, text, sends, num_bytes / limit if num_bytes and limit else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 
@@ -20,7 +20,7 @@ from rich.text import Text
 from bireme.report.live_run import LiveRun
 from bireme.report.run_lines import EVENTS, MARK, event_in
 
-_END = MARK.encode() + b"\n"
+_END = MARK.encode()
 """The last line of the pipe. Processes that outlive the view may still have it open."""
 
 _BETWEEN_S = 0.25
@@ -54,7 +54,7 @@ def live_view() -> Iterator[None]:
         _flush()
         for file, before in zip(files, kept, strict=True):
             os.dup2(before, file)
-        os.write(writer, _END)
+        os.write(writer, _END + b"\n")
         os.close(writer)
         screen.close()
         for before in kept:
@@ -107,20 +107,22 @@ class _Screen:
         """Take what is in the pipe; False after its last line."""
         found = os.read(self._reader, _MOST_BYTES)
         *lines, self._rest = (self._rest + found).split(b"\n")
-        for line in lines:
-            if line + b"\n" == _END:
-                return False
-            self._take(line.decode(errors="replace"))
-        return bool(found)
+        is_end = any(line.endswith(_END) for line in lines)
+        texts = list(self._texts(line.decode(errors="replace") for line in lines))
+        if texts:
+            with suppress(OSError):  # if the terminal is gone, the writers of the pipe must not wait
+                self._console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True)
+        return bool(found) and not is_end
 
-    def _take(self, line: str) -> None:
-        text: str | None = line
-        if line.startswith(MARK):
-            event = event_in(line)
-            text = None if event is None else self._run.take(event, monotonic())
-        if text is not None:
-            with suppress(OSError):
-                self._console.print(Text.from_ansi(text), soft_wrap=True)
+    def _texts(self, lines: Iterable[str]) -> Iterator[str]:
+        """The text of some lines of output. Events change the view, and few of them have a text."""
+        for line in lines:
+            text, mark, _ = line.partition(MARK)  # a process may have left a line without an end
+            if text or not mark:
+                yield text
+            event = event_in(line[len(text) :])
+            if event is not None and (own := self._run.take(event, monotonic())) is not None:
+                yield own
 
     def _draw(self) -> None:
         """Draw the newest figures, if the run has begun."""

@@ -6,6 +6,7 @@ that says which batches count, and that it was the one who wrote it.
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -356,6 +357,7 @@ def _serve_host(talk: Pipe, order: CoordinatorOrder) -> None:
     """Serve until the starter hangs up: first its port goes to that one, then ends of replicas come, and
     questions whether it still serves, which are None, as is the answer.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal, on which the ranks agree
     ledger = Ledger(order.ledger)
 
     def answer() -> None:

@@ -11,6 +11,7 @@ of the one after it together have what the ranks of both held. A run with one ho
 """
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -400,6 +401,7 @@ class KeeperProcess:
 
 def _serve_copies(talk: Pipe, bytes_per_s: float | None, timeout_s: float) -> None:
     """Serve until the starter hangs up. It says which keeper is the follower."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal, on which the ranks agree
     with suppress(OSError):
         os.nice(_LEAST_PRIORITY)
     keeper = Keeper(bytes_per_s=bytes_per_s, timeout_s=timeout_s)
