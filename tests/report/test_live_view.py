@@ -202,7 +202,7 @@ def test_output_scrolls_above_the_view_and_the_terminal_is_left_clean(words: tup
     for line in (
         "a library of step 20 warns",
         "printed",
-        "by this process, on False False",
+        "on False False",
         "half a line",
         "it is late",
     ):

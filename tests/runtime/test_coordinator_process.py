@@ -74,9 +74,7 @@ def test_a_coordinator_that_is_killed_or_stopped_is_started_again_and_the_run_go
     def kill(number: int) -> None:
         if number == KILLED_AT - 1:
             assert coordinator.process is not None
-            os.kill(
-                coordinator.process.pid, signal.SIGINT
-            )  # Ctrl-C, which goes to all processes of a terminal
+            os.kill(coordinator.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         if number == KILLED_AT:
             assert coordinator.process is not None
             assert coordinator.process.status is None

@@ -33,7 +33,7 @@ from bireme.train.export import exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.defaults import CONTEXTS, has_weights
+from bireme.train.run_file.defaults import CONTEXTS, WEIGHTS
 from bireme.train.subject import Subject
 from bireme.user_code import reason_of
 
@@ -277,7 +277,7 @@ def _folder_of(subject: Subject) -> Path | None:
         is_newest = subject.folder is None and subject.run.model.lora.rank is None
     if folder is None or not is_newest or not (folder / "config.json").is_file():
         return None
-    return folder if has_weights(folder) else None
+    return folder if any(any(folder.glob(one)) for one in WEIGHTS) else None
 
 
 def _room_for(model: RunModel) -> torch.device | None:

@@ -31,6 +31,7 @@ SHORT = 128
 CONTEXTS = ("max_position_embeddings", "n_positions")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files of weights that transformers loads."""
 _DCP = ".metadata"
 """A checkpoint of torch.distributed.checkpoint has this file."""
 HALVES = ("bfloat16", "float16", "BF16", "F16")
