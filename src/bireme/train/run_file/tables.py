@@ -113,6 +113,7 @@ class Model(Table):
     )
     fused_loss: bool | None = Field(
         default=None,
+        examples=[False],
         description="Run the last linear layer and its cross-entropy as one operator, which makes the logits "
         "piece by piece; equal but for rounding. By default if a sample has 2^20 logits or more",
     )
