@@ -35,7 +35,14 @@ FACTS = MachineFacts.own(__version__)
 OWN, BLUE, GREEN, RED = (MachineKey.of(f"{number:064x}") for number in range(1, 5))
 RUN = RunOffer("format = 1\n", None, uses_gpus=False, can_return=True, steps=12, patience_s=5.0)
 
-NO_NEWS: dict[str, Any] = {"port": 1, "phases": [], "lines": [], "leaves": False}
+NO_NEWS: dict[str, Any] = {
+    "port": 1,
+    "phases": [],
+    "lines": [],
+    "leaves": False,
+    "handover": "",
+    "model": None,
+}
 
 
 class Meeting:
@@ -192,7 +199,7 @@ def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
 
     def ended(status: int, *lines: list[object]) -> dict[str, Any]:
         report = PhaseReport(1, (status,), forecast=None, progress=None)
-        return {"port": 1, "phases": [asdict(report)], "lines": lines, "leaves": False}
+        return NO_NEWS | {"phases": [asdict(report)], "lines": lines}
 
     one._ask("beat", **ended(1, [1, "err", "bireme: it failed"]))
     assert meeting.told[-1] == "blue: it failed"

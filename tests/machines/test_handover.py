@@ -1,5 +1,7 @@
 """What a deputy gets, by which it coordinates a run in the place of a coordinator that is lost."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +73,25 @@ def test_a_take_over_goes_on_from_what_the_one_before_has_kept() -> None:
     assert not home.exists()
 
 
+def test_the_folder_of_a_take_over_stays_while_its_process_lives() -> None:
+    """`bireme join` there removed the list, and at the end of a run the other machines were refused."""
+    keep_handover("run", HANDED.packed())
+    code = "from bireme.machines.handover import taken_over; print(taken_over('run')[1]); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as successor:
+        assert successor.stdout is not None
+        home = Path(successor.stdout.readline().strip())
+        with pytest.raises(BiremeError, match="Another bireme coordinate"):
+            taken_over("run")
+        keep_handover("run", replace(HANDED, admitted=AdmissionList()).packed())
+        assert read_admissions(admissions_path(home)) == LIST
+        forget_handover("run")
+        assert read_admissions(admissions_path(home)) == LIST
+        successor.communicate("\n")
+    forget_handover("run")
+    assert not home.exists()
+
+
 @pytest.mark.parametrize("name", ["other", "../run", ""])
 def test_who_is_no_deputy_of_a_run_reads_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     keep_handover("run", HANDED.packed())
@@ -99,7 +120,9 @@ def test_the_deputy_alone_is_handed_what_it_lacks(meeting: Meeting) -> None:
     assert blue._ask("beat", **NO_NEWS)["handover"]
     assert not green._ask("beat", **NO_NEWS)["handover"]
     text = blue._ask("beat", **NO_NEWS)["handover"]
-    assert not blue._ask("beat", **NO_NEWS, handover=digest_of_packed(text))["handover"]
+    has_it = NO_NEWS | {"handover": digest_of_packed(text)}
+    assert not any(blue._ask("beat", **has_it)["handover"] for _ in range(2))
+    assert meeting.told.count("blue can coordinate the run if this machine is lost.") == 1
     meeting.machine(RED, "blue").call(meeting.token())
     assert not blue._ask("beat", **NO_NEWS)["handover"]
     meeting.gathering.deputies = (BLUE.public[:8],)
@@ -121,8 +144,8 @@ def test_a_machine_that_serves_the_model_waits_until_the_coordinator_has_it(meet
         meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
     )
     served = {"address": "127.0.0.1 1 none", "key": "a key"}
-    assert not blue._ask("beat", **NO_NEWS, model=served)["stays"]
-    meeting.gathering.keeps_model = True
-    assert blue._ask("beat", **NO_NEWS, model=served)["stays"]
-    assert not green._ask("beat", **NO_NEWS, model=None)["stays"]
+    assert blue._ask("beat", **NO_NEWS | {"model": served})["stays"]
+    assert not green._ask("beat", **NO_NEWS)["stays"]
     assert meeting.gathering.models == {"blue": served}
+    meeting.gathering.end()
+    assert not blue._ask("beat", **NO_NEWS | {"model": served})["stays"]

@@ -107,8 +107,6 @@ def coordinate(
     if take_over and (run_file or set_ or no_devices):
         raise BiremeError("--take-over goes without a run file, --set and --no-devices: the run is known.")
     least, most = _counts(machines or "2")
-    if wait is not None and least == most:
-        raise BiremeError("--wait is for a range of machines, such as --machines 2..4.")
     if most == 1 and not (no_devices or take_over):
         raise BiremeError("--machines counts this machine too, so that none would join. Use bireme train.")
     home, port, takes_part = None, PORT, not (no_devices or take_over)
@@ -118,7 +116,9 @@ def coordinate(
         handed, home = taken_over(take_over)
         run, folder, port = handed.record.run, Path(handed.run), handed.record.port
         least, most = (least, most) if machines else handed.machines
-    else:
+    if wait is not None and least == most:
+        raise BiremeError("--wait is for a range of machines, such as --machines 2..4.")
+    if not take_over:
         run, folder = _run_offer(run_file, set_ or [], as_json=as_json)
 
     from bireme import __version__

@@ -4,8 +4,9 @@ A machine calls with its key, shows a token if it is not in the list yet, checks
 does, and offers what it has. From then on it asks every second how things are, and says how its launcher is.
 Every answer is the state of things, so a request that is lost is of no matter: the machine asks again.
 
-    admit secret, name ──▶ error            beat phases, lines ──▶ error, phases, newest, is_over, status
-    offer ──▶ error                         leave ──▶ error
+    admit secret, name ──▶ error            beat phases, lines, handover, model ──▶ error, phases, newest,
+    offer ──▶ error                             is_over, status, addresses, handover, stays
+    leave ──▶ error
 
 Once enough machines are there, the first phase of the run begins. Each machine gets its orders: its number,
 the address and the key of the store of the phase, and the run file. With them it starts `bireme train` as
@@ -98,14 +99,15 @@ class Gathering:
         """Called with the number of the newest phase, and with the machines of the one that trains, before
         machines get orders for another phase.
         """
-        self.keeps_model = False
-        """Whether machines that serve a model wait for this one to fetch it once the run has ended."""
+        self._has_closed = False
         self.models: dict[str, dict[str, str]] = {}
         """By name, the machines that serve the model of the run that has ended there, with its address."""
         self.deputies: Sequence[str] = ()
         """Names of machines, or beginnings of their keys."""
         self.handover: Callable[[AdmissionList], str] = lambda _: ""
         """Gives what such a machine needs to coordinate the run, with the present list of machines."""
+        self._able = set[str]()
+        """Keys of the deputies that have it."""
 
     def take_up(self, newest: int, machines: Sequence[RecordedMachine]) -> None:
         """Go on with a run that a coordinator has left, with these machines in the phase that trains."""
@@ -289,17 +291,22 @@ class Gathering:
         """What a deputy lacks that has the handover of that digest; empty for other machines. A name that two
         machines have names none.
         """
-        for word in self.deputies:
-            if [one.public for one in self._newest_list().named(word)] == [public]:
-                found = self.handover(self._newest_list())
-                return found if found and digest_of_packed(found) != digest else ""
+        admitted = self._newest_list()
+        if not any([one.public for one in admitted.named(word)] == [public] for word in self.deputies):
+            return ""
+        found = self.handover(admitted)
+        if not found or digest_of_packed(found) != digest:
+            return found
+        if public not in self._able:
+            self._able.add(public)
+            self._tell(f"{admitted.check(public).name} can coordinate the run if this machine is lost.")
         return ""
 
     def note_model(self, public: str, words: object) -> bool:
-        """A machine serves the model of the run, or none; whether it is to go on so."""
+        """A machine serves the model of the run, or none; whether it waits for this machine to fetch it."""
         if words is not None:
             self.models[self.admitted(public)] = _read(_SERVED, words)
-        return words is not None and self.keeps_model
+        return words is not None and not self._has_closed
 
     def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
         if report.number >= one.phase:
@@ -378,8 +385,8 @@ class Gathering:
         self.keep(self._phases.newest, tuple(machines))
 
     def end(self) -> None:
-        """From now on every machine is told that the run has ended."""
-        self._phases.is_over = True
+        """From now on every machine is told that the run has ended, and none waits for this one."""
+        self._phases.is_over = self._has_closed = True
 
     def _orders_of(self, phase: RunPhase) -> dict[str, MachineOrders]:
         """The orders of each machine in a new phase. The first one serves its store."""
@@ -481,9 +488,11 @@ class GatheringListener:
                 case "beat":
                     reports, lines = _read(_REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
                     leaves = bool(asked["leaves"])
-                    found = gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves)
-                    more = {"handover": gathering.handover_to(public, str(asked.get("handover", "")))}
-                    return found | more | {"stays": gathering.note_model(public, asked.get("model"))}
+                    return {
+                        **gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves),
+                        "handover": gathering.handover_to(public, str(asked["handover"])),
+                        "stays": gathering.note_model(public, asked["model"]),
+                    }
                 case _:
                     gathering.leave(public, instance, returns=str(asked["returns"]))
         except BiremeError as refusal:

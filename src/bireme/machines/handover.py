@@ -3,13 +3,17 @@
 `bireme coordinate --deputy NAME` sends them to one machine of the run, over its encrypted line: the key of
 the coordinator, its list of machines and the record of the run. The deputy keeps them for its user alone
 beside its own key, until the run has ended. `bireme coordinate --take-over RUN` unpacks them into a folder,
-in which they lie as beside the key of the coordinator. Whoever has them can be that coordinator.
+in which they lie as beside the key of the coordinator. The process that has taken over locks this folder, so
+that `bireme join` on the same machine does not remove it. A machine with these files can be the coordinator.
 """
 
 import base64
+import fcntl
 import hashlib
+import os
 import shutil
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from json import dumps
 from pathlib import Path
@@ -54,27 +58,50 @@ def digest_of_packed(text: str) -> str:
 
 
 def keep_handover(run: str, packed: str) -> None:
-    """Keep what a coordinator has sent for a run. Raises a `BiremeError` if it cannot be kept."""
+    """Keep the text that a coordinator has sent for a run: it replaces all that was kept before, unless a
+    process goes on with that. Raises a `BiremeError` if it cannot be kept.
+    """
     path = _path(run)
     try:
         text = zlib.decompressobj().decompress(base64.b64decode(packed), _MOST_BYTES).decode()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        forget_handover(run)
         write_text_atomically(path, text, is_private=True)
+        _remove_unused(path.with_suffix(".home"))
     except (ValueError, zlib.error, OSError) as error:
         raise BiremeError(f"What a deputy needs cannot be kept in {path}: {error}.") from error
 
 
 def forget_handover(run: str) -> None:
-    """Remove all that was handed over for a run."""
+    """Remove all that was handed over for a run, except a folder that another process goes on with."""
     path = _path(run)
     path.unlink(missing_ok=True)
-    shutil.rmtree(path.with_suffix(".home"), ignore_errors=True)
+    _remove_unused(path.with_suffix(".home"))
+
+
+def _remove_unused(home: Path) -> None:
+    with suppress(OSError):  # there is none, or it is in use
+        lock = _locked(home)
+        shutil.rmtree(home, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(home: Path) -> int:
+    """The open lock of such a folder, which ends with this process. Raises an `OSError` if another process
+    has it, or if there is no such folder. `lockf` does not hold off the process that has it.
+    """
+    lock = os.open(home / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def taken_over(run: str) -> tuple[Handover, Path]:
-    """What was handed over for a run, and the folder with the key, the list and the record, which another
-    take-over may have gone on with. Raises a `BiremeError` if there is nothing.
+    """What was handed over for a run, and the folder with the key, the list and the record, from which an
+    earlier take-over may have gone on. This process has the folder for itself from now on. Raises a
+    `BiremeError` if nothing was handed over, or another process has the folder.
     """
     path = _path(run)
     if not path.exists():
@@ -92,6 +119,12 @@ def taken_over(run: str) -> tuple[Handover, Path]:
         write_admissions(admissions_path(draft), found.admitted)
         write_record(handed_record(draft), found.record)
         draft.rename(home)
+    try:
+        _locked(home)
+    except OSError as error:
+        raise BiremeError(
+            f"Another bireme coordinate on this machine has taken over the run {run!r}. End that one first."
+        ) from error
     return found, home
 
 

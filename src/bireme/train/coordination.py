@@ -116,12 +116,10 @@ class Coordination:
             try:
                 if attendance is not None:
                     taking_part.start()
-                self._gathering.keeps_model = True
                 self._turn_to_the_end()
                 if gathering.has_ended and not gathering.status:
                     self._fetch_model()
             finally:
-                gathering.keeps_model = False
                 if gathering.has_ended:
                     self._path.unlink(missing_ok=True)
                 gathering.end()

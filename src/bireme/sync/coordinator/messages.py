@@ -72,8 +72,8 @@ def _copier(kind: type) -> tuple[Callable[[Any], Any], dict[str, Callable[[Any, 
 
     def copied(one: Any) -> Any:
         made: Any = object.__new__(kind)
-        for put, value in zip(each, values(one), strict=True):
-            put(made, value)
+        for setter, value in zip(each, values(one), strict=True):
+            setter(made, value)
         return made
 
     return copied, setters

@@ -78,15 +78,15 @@ class HeardRanks(Mapping[RankId, Heard]):
         made._groups[number] = made._groups[number] | {rank: each}
         return made
 
-    # The next three are slow in `Mapping`, which calls `__getitem__` for each rank.
+    # The next three are slow in `Mapping`, which calls `__getitem__` for each rank, and explained there.
 
-    def get(self, rank: RankId, default: Any = None) -> Any:  # noqa: D102
+    def get(self, rank: RankId, default: Any = None) -> Any:  # noqa: D102 as in Mapping
         return self._groups[rank.replica % self._NUM_GROUPS].get(rank, default)
 
-    def items(self) -> Any:  # noqa: D102
+    def items(self) -> Any:  # noqa: D102 as in Mapping
         return [one for group in self._groups for one in group.items()]
 
-    def values(self) -> Any:  # noqa: D102
+    def values(self) -> Any:  # noqa: D102 as in Mapping
         return [each for group in self._groups for each in group.values()]
 
     def __getitem__(self, rank: RankId) -> Heard:
