@@ -45,10 +45,15 @@ if TYPE_CHECKING:
 else:
 
     def replace(one, **values):
-        """A copy of a frozen dataclass with slots, with other values in these fields. It calls no `__init__`,
-        so it takes a third of the time of `dataclasses.replace`, which would be most of what an event costs.
+        """A copy of a frozen dataclass with slots, with other values in these fields. It calls no `__init__`:
+        for the state of a coordinator it takes half the time of `dataclasses.replace`.
         """
-        return put(_copier(type(one))[0](one), **values)
+        kind = type(one)
+        setters, read = _fields_of(kind)
+        copy = object.__new__(kind)
+        for setter, value in zip(setters.values(), read(one), strict=True):
+            setter(copy, value)
+        return put(copy, **values)
 
 
 _Copy = TypeVar("_Copy")
@@ -56,27 +61,17 @@ _Copy = TypeVar("_Copy")
 
 def put(copy: _Copy, **values: Any) -> _Copy:
     """Set these fields of a copy that `replace` has made and that nothing else refers to yet; returns it."""
-    kind: Any = type(copy)
-    setters = _copier(kind)[1]
+    setters, _ = _fields_of(type(copy))
     for name, value in values.items():
         setters[name](copy, value)
     return copy
 
 
 @cache
-def _copier(kind: type) -> tuple[Callable[[Any], Any], dict[str, Callable[[Any, Any], None]]]:
+def _fields_of(kind: Any) -> tuple[dict[str, Callable[[Any, Any], None]], Callable[[Any], tuple[Any, ...]]]:
+    """How to set each field of a dataclass with slots, and how to read all of several."""
     names = [one.name for one in fields(kind)]
-    values = attrgetter(*names)
-    setters = {name: vars(kind)[name].__set__ for name in names}
-    each = tuple(setters.values())
-
-    def copied(one: Any) -> Any:
-        made: Any = object.__new__(kind)
-        for setter, value in zip(each, values(one), strict=True):
-            setter(made, value)
-        return made
-
-    return copied, setters
+    return {name: vars(kind)[name].__set__ for name in names}, attrgetter(*names)
 
 
 TERM = 1_000_000
