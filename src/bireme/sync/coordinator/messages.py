@@ -61,7 +61,8 @@ _Copy = TypeVar("_Copy")
 
 def put(copy: _Copy, **values: Any) -> _Copy:
     """Set these fields of a copy that `replace` has made and that nothing else refers to yet; returns it."""
-    setters, _ = _fields_of(type(copy))
+    kind: Any = type(copy)
+    setters, _ = _fields_of(kind)
     for name, value in values.items():
         setters[name](copy, value)
     return copy
