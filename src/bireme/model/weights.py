@@ -55,8 +55,7 @@ def load_weights(
 
     Buffers that belong into no checkpoint (they are not persistent) are left out of the result. `dtype` is
     for parameters; without it, and for buffers, the graph's own holds. Weights that the graph has packed are
-    packed one by one. `model`, on the meta device or not, is
-    only asked for its package's rules.
+    packed one by one. `model`, on the meta device or not, is only asked for its package's rules.
     """
     states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
     wanted = [*dict.fromkeys(names)]

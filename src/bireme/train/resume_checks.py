@@ -259,6 +259,7 @@ def check_same_run(
             f"{where} is from another model than model.source = {run.model.source} with data.length = "
             f"{run.data.length}. Set them to what the run was trained with, or start a new run."
         )
+    _check_same_part(folder.load_run(), run, where)
     base = base_of_checkpoint(manifest)
     if base is not None:
         check_same_base(base, run, str(where))
@@ -294,6 +295,16 @@ def check_same_run(
         doubt = check_same_data(known, identity, data, str(where))
     if doubt:
         tell(doubt)
+
+
+def _check_same_part(before: RunFile, now: RunFile, where: Path) -> None:
+    """Refuse another trained part or another format of frozen weights: the run's folder keeps its graph."""
+    if (before.model.part, before.model.frozen_dtype) != (now.model.part, now.model.frozen_dtype):
+        raise BiremeError(
+            f"{where} has the state of another part of the model, or frozen weights in another format: set "
+            "model.train, model.freeze, model.lora and model.frozen_dtype back to the values in "
+            "the run.toml of the run, or start a new run."
+        )
 
 
 def _tell_codec(before: str, now: str, tell: Callable[[str], None]) -> None:

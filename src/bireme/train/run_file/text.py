@@ -94,6 +94,8 @@ def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
     """Which values a key may have, in words, from its JSON schema; `inner` has those of tables in lists."""
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
     match schema["type"]:
         case "boolean":
             return "true, false"
