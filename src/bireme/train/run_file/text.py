@@ -83,19 +83,17 @@ def _table_class(annotation: Any) -> type[BaseModel] | None:
 
 
 def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a key is where it is set at all."""
+    """The schema of a key that is set; a single word that it may be is a list of one choice."""
     found: dict[str, Any] = next(
         choice for choice in schema.get("anyOf", [schema]) if choice.get("type") != "null"
     )
-    return found
+    return found | {"enum": [found["const"]]} if "const" in found else found
 
 
 def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
     """Which values a key may have, in words, from its JSON schema; `inner` has those of tables in lists."""
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
-    if "const" in schema:
-        return str(schema["const"])
     match schema["type"]:
         case "boolean":
             return "true, false"
