@@ -121,3 +121,12 @@ def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:
     subject = subject_of(str(tmp_path), (), lambda _text: None)
     with pytest.raises(BiremeError, match="BertForMaskedLM, which does not continue a text"):
         writer_of(subject, TextRequest("a", 1, 0.0, 0), lambda _done, _what: None)
+
+
+def test_the_folder_of_an_adapter_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    """It was said to lack weights, and a run with an adapter ends with the name of this folder."""
+    for name in ("adapter_config.json", "bireme.json"):
+        (tmp_path / name).write_text('{"model": "hf:base"}')
+    result = bireme(capsys, "generate", str(tmp_path), "a")
+    assert result.status == 2
+    assert "holds an adapter without the model that it belongs to. Name the folder of its run" in result.err

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bireme.cli.init import PURPOSES
 from bireme.train.run_file import load_run_file
 from bireme.train.run_file.recipes import RECIPES
 from tests.support.command import bireme, with_sets
@@ -39,6 +40,10 @@ def here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def example(name: str) -> str:
     return (EXAMPLES / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def test_the_help_names_every_recipe() -> None:
+    assert PURPOSES.split(", ") == [*RECIPES]
 
 
 @pytest.mark.parametrize("name", RECIPES)

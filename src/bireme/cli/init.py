@@ -210,10 +210,10 @@ def _model_source(recipe: "Recipe", text: str) -> str:
 
 
 def _has_weights(source: str) -> bool:
-    from bireme.train.run_file.defaults import has_weights
+    from bireme.train.run_file.defaults import folder_of, has_weights
 
-    kind, _, rest = source.partition(":")
-    return kind == "hf" and has_weights(Path(rest).expanduser())
+    folder = folder_of(source)
+    return folder is not None and has_weights(folder)
 
 
 def _rows(text: str) -> tuple[int | None, str]:

@@ -44,7 +44,7 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class SourceView:
-    """What a source holds. Counts are of the samples to train on, None if nobody knows them, as of a stream.
+    """What a source holds. Counts are of the samples to train on, None if they are unknown, as of a stream.
 
     `num_targets` of the `num_tokens` count in the loss. `num_cut_off` documents lose their ends.
     """

@@ -33,7 +33,7 @@ from bireme.train.export import exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.defaults import CONTEXTS, WEIGHTS
+from bireme.train.run_file.defaults import WEIGHTS, context_of, folder_of
 from bireme.train.subject import Subject
 from bireme.user_code import reason_of
 
@@ -134,13 +134,15 @@ def writer_of(subject: Subject, asked: TextRequest, progress: Callable[[float, s
     run = run.model_copy(update=changed)
     model = RunModel.of(run, 1)
     _check_writes(model, subject.name)
+    made_from = folder_of(run.model.source)
     tokenizer = load_tokenizer(
         run.data.tokenizer,
-        model_folder=_folder_in(run),
+        model_folder=made_from,
         model_vocabulary=vocabulary_of(model.source.base),
     )
     first, ends = _first(subject, tokenizer, asked)
-    context = _context_of(model.source.base.config) if _folder_in(run) else None
+    config: Any = model.source.base.config if made_from is not None else None
+    context = None if config is None else context_of(config.to_dict())
     length = len(first) + asked.num_tokens
     folder = _folder_of(subject)
     device = None if folder is None or length > (context or length) else _room_for(model)
@@ -191,7 +193,7 @@ def end_ids(run: RunFile, tokenizer: Tokenizer, answer: Sequence[int] = ()) -> f
     token at the end of an `answer`.
     """
     found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
-    if (folder := _folder_in(run)) is not None:
+    if (folder := folder_of(run.model.source)) is not None:
         for name in ("config.json", "generation_config.json"):
             try:
                 own = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
@@ -202,12 +204,6 @@ def end_ids(run: RunFile, tokenizer: Tokenizer, answer: Sequence[int] = ()) -> f
         special = set(tokenizer.backend.all_special_ids)
         found.update([one for one in answer if one in special][-1:])
     return frozenset(found)
-
-
-def _folder_in(run: RunFile) -> Path | None:
-    """The folder of transformers that a run's model is made from; None if it is made otherwise."""
-    kind, _, rest = run.model.source.partition(":")
-    return Path(rest) if kind == "hf" else None
 
 
 def _check_writes(model: RunModel, name: str) -> None:
@@ -273,7 +269,7 @@ def _folder_of(subject: Subject) -> Path | None:
         folder: Path | None = RunFolder(Path(subject.name)).model
         is_newest = folder is not None and exported_step(folder) == subject.step
     else:
-        folder = _folder_in(subject.run)
+        folder = folder_of(subject.run.model.source)
         is_newest = subject.folder is None and subject.run.model.lora.rank is None
     if folder is None or not is_newest or not (folder / "config.json").is_file():
         return None
@@ -298,13 +294,6 @@ def _room(device: torch.device) -> float:
     return _FILLED * (available_bytes() if device.type == "cpu" else properties_of(device).memory_bytes)
 
 
-def _context_of(config: Any) -> int | None:
-    """The tokens that a model of transformers reads at most; None if its configuration has no such number."""
-    parts = (config, getattr(config, "text_config", None))
-    known = [getattr(part, name, None) for part in parts for name in CONTEXTS]
-    return min((one for one in known if isinstance(one, int)), default=None)
-
-
 class _Transformers:
     """A folder that transformers has loaded, with its own `generate`."""
 
@@ -319,7 +308,7 @@ class _Transformers:
                 loaded, found = kind.from_pretrained(
                     str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
                 )
-            except Exception as error:  # of its files: whatever their reader stumbles over
+            except Exception as error:  # its files are read by code that raises errors of any kind
                 raise BiremeError(f"The model in {folder} cannot be loaded: {reason_of(error)}.") from error
         if found["missing_keys"]:
             raise BiremeError(
@@ -415,7 +404,7 @@ class _Stages:
 
     @torch.no_grad()
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        """The scores of the token after the last. What stands behind it is not seen: attention is causal."""
+        """The scores of the next token. Attention is causal, so the padding after the ids is not seen."""
         given = torch.zeros((1, self.length), dtype=torch.int64, device=self.device)
         given[0, : len(ids)] = torch.tensor(list(ids))
         values = dict.fromkeys(self._inputs, given)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bireme.errors import BiremeError
@@ -23,7 +22,7 @@ from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.defaults import default_length, model_config
+from bireme.train.run_file.defaults import default_length, folder_of, model_config
 
 Progress = Callable[[float, str], None]
 
@@ -75,11 +74,9 @@ def with_length_of_data(run: RunFile, progress: Progress | None = None) -> RunFi
     """The run with samples as long as the longest row with answers, up to the model's context and
     `LONGEST_ROW`, unless `data.length` was given.
     """
-    data, kind = run.data, run.model.source.partition(":")[0]
-    if kind != "hf" or "length" in data.model_fields_set or data.packing not in (None, "none"):
+    data, folder = run.data, folder_of(run.model.source)
+    if folder is None or "length" in data.model_fields_set or data.packing not in (None, "none"):
         return run
-    folder = _folder(run.model.source)
-    assert folder is not None
     most = default_length(model_config(folder), LONGEST_ROW)
     longest = None if most is None else longest_row(_request(run), ModelSide({}, None, folder), progress)
     if most is None or longest is None:
@@ -172,11 +169,5 @@ def _request(run: RunFile) -> DataRequest:
 
 def _side(model: RunModel) -> ModelSide:
     source = model.source
-    folder = _folder(source.text)
-    return ModelSide(source.example_inputs, vocabulary_of(source.model), folder, model.reads_weights)
-
-
-def _folder(source: str) -> Path | None:
-    """The folder of a transformers model."""
-    kind, _, rest = source.partition(":")
-    return Path(rest).expanduser() if kind == "hf" else None
+    vocabulary = vocabulary_of(source.model)
+    return ModelSide(source.example_inputs, vocabulary, folder_of(source.text), model.reads_weights)

@@ -91,6 +91,11 @@ def subject_of(text: str, sets: Sequence[str], tell: _Tell) -> Subject:
     if (path / "config.json").is_file():
         run = _run_of(f"hf:{path.resolve()}", exported_length(path), sets)
         return Subject(str(path), run, step=exported_step(path))
+    if (path / "adapter_config.json").is_file():
+        raise BiremeError(
+            f"{path} holds an adapter without the model that it belongs to. Name the folder of its run, or "
+            "let `bireme merge RUN --to FOLDER` write the whole model, and name that."
+        )
     if (path / ABOUT).is_file():
         source = _exported_source(path / ABOUT)
         run = _run_of(source, exported_length(path) or _length_of_source(source), sets)

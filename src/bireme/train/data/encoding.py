@@ -191,7 +191,7 @@ class PlainHeadings:
                 before = "\n\n"
             else:
                 before += f"{message['content']}\n\n"
-        if before.strip():  # nobody has answered yet
+        if before.strip():  # messages without an answer after them
             parts.append((self._tokenizer.encode(before), False))
         return _joined(parts)
 

@@ -74,7 +74,7 @@ class SavedRows:
 
     `rows` gives all rows from the first on, each with its number, each time that it is called. The numbers
     are those of lines, from 1, if `counts_lines`. `size` is how many there are, None for a stream, whose end
-    nobody knows. `num_files` is None if the library does not say which files it reads. With `counts_all` all
+    is unknown. `num_files` is None if the library does not say which files it reads. With `counts_all` all
     tokens of conversations count in the loss.
     """
 
@@ -298,8 +298,8 @@ def _likely_column(origin: str, columns: list[str], is_text: Callable[[str], boo
         raise BiremeError(f"The dataset in {origin} has no rows, so there is nothing to train on.")
     raise BiremeError(
         f"The dataset in {origin} has the columns {', '.join(columns)}; none is named "
-        f"{' or '.join(_LIKELY)}, and there is no prompt with its completion. Say which holds the text: "
-        "text_column."
+        f"{' or '.join(_LIKELY)}, and there is no prompt with its completion. Name the column "
+        "with the text in data.text_column."
     )
 
 

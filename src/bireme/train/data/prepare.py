@@ -262,9 +262,9 @@ class RunData:
     """The samples of a run.
 
     `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
-    tokens and documents are None where nobody knows them, as of a stream. `num_skipped` counts files
-    and rows that were left out, of all sources. `held` is the corpus of the evaluation source. `recognized`
-    has what each source was found to hold.
+    tokens and documents are None if they are unknown, as of a stream. `num_skipped` counts files and rows
+    that were left out, of all sources. `held` is the corpus of the evaluation source. `recognized` lists what
+    each source was found to hold.
     """
 
     training: Samples

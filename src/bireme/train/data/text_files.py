@@ -210,8 +210,8 @@ def _passages_of(path: Path) -> Generator[Passage, None, bool]:
 
     with path.open("rb") as file:
         begun = file.read(PIECE_BYTES)
-        if b"\0" in begun:
-            raise UnicodeDecodeError("utf-8", begun[:1], 0, 1, "text has no bytes that are 0")
+        if (zero := begun.find(0)) >= 0:
+            raise UnicodeDecodeError("utf-8", begun, zero, zero + 1, "text has no bytes that are 0")
         kept = decoder.decode(begun, final=len(begun) < PIECE_BYTES)
         num_bytes = len(begun)
         while piece := file.read(PIECE_BYTES):

@@ -107,8 +107,6 @@ def _tokens(ids: Tensor, learns: Tensor, begins: Tensor, tokenizer: Tokenizer | 
             text = _text(before, own, tokenizer)
             if "\ufffd" not in text:
                 break
-        else:
-            own, text = own[:1], _text(before, own[:1], tokenizer)
         if "\ufffd" in text:
             own, text = own[:1], _text(before, own[:1], tokenizer)
         yield ShownToken(tuple(own), text, is_learned, is_first)

@@ -51,11 +51,11 @@ def with_model_defaults(run: _Run) -> _Run:
     computes in bfloat16: float32 takes twice the memory.
     """
     kind, _, rest = run.model.source.partition(":")
+    folder = folder_of(run.model.source)
     found: dict[str, dict[str, Any]] = {}
     if kind == "gpt" and (context := re.search(r"\bcontext\s*=\s*(\d{1,7})\b", rest)):
         found["data"] = {"length": max(2, int(context[1]))}
-    if kind == "hf":
-        folder = Path(rest).expanduser()
+    if folder is not None:
         config = model_config(folder)
         found["data"] = {"length": default_length(config)}
         if _format(config, folder) in HALVES:
@@ -74,6 +74,12 @@ def with_model_defaults(run: _Run) -> _Run:
     return run
 
 
+def folder_of(source: str) -> Path | None:
+    """The folder of a transformers model, from a `model.source`; None if it is made otherwise."""
+    kind, _, rest = source.partition(":")
+    return Path(rest).expanduser() if kind == "hf" else None
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a folder of transformers holds weights, and not only a configuration."""
     return any(any(folder.glob(pattern)) for pattern in (*WEIGHTS, _DCP))
@@ -88,12 +94,17 @@ def model_config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """The tokens that a transformers model reads at most; None if its configuration has no such number."""
+    known = (value for value in _values(config, CONTEXTS) if isinstance(value, int) and value >= 2)
+    return min(known, default=None)
+
+
 def default_length(config: Mapping[str, Any], most: int = LONGEST) -> int | None:
     """The default length of the samples of a transformers model; None if its configuration has no context."""
-    known = [value for value in _values(config, CONTEXTS) if isinstance(value, int)]
-    if not known:
+    if (known := context_of(config)) is None:
         return None
-    context = min([most, *(one for one in known if one >= 2)])
+    context = min(known, most)
     # Some families count two positions that no token has, such as 514 for 512 tokens.
     return context if context <= SHORT else context // 8 * 8
 

@@ -7,14 +7,16 @@ models; of data only LLaMA-Factory's list of datasets is read.
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bireme.documents import read_json_object
 from bireme.errors import BiremeError
-from bireme.train.run_file.text import known_keys, toml_value
+from bireme.train.run_file.text import toml_value
 
 _IDLE = """
 memory, devices and micro-batches are planned: gradient_checkpointing gradient_checkpointing_kwargs
@@ -210,9 +212,12 @@ class _Reader:
         """The same for a number, which YAML takes for a text if it is written like 2e-4."""
         value = self.take(key, otherwise)
         try:
-            return None if value is None else float(value)
+            found = None if value is None else float(value)
         except (TypeError, ValueError):
-            raise BiremeError(f"{self.path}: {self.name(key)} is {value!r}; it must be a number.") from None
+            found = math.nan
+        if found is not None and not math.isfinite(found):
+            raise BiremeError(f"{self.path}: {self.name(key)} is {value!r}; it must be a number.")
+        return found
 
     def whole(self, key: str, otherwise: int = 0) -> int:
         """The same for a whole number."""
@@ -220,8 +225,6 @@ class _Reader:
 
     def put(self, key: str, value: Any, remark: str) -> None:
         """Set a key of the run file. The remark is the name of a key of theirs, or a sentence."""
-        if key not in known_keys():
-            self.refuse(f"{self.name(remark)}", f"there is no {key} in this version")
         self.values[key], self.remarks[key] = value, self.name(remark)
 
     def refuse(self, name: str, why: str) -> None:
@@ -246,10 +249,10 @@ class _Reader:
             elif value not in (False, "", [], {}, 0, "none", "no"):
                 self.refuse(f"{name} = {_short(value)}", refusals.get(name, _UNKNOWN))
         if self.refused:
-            told = "; ".join(f"{name} ({why})" for name, why in self.refused.items())
+            named = "; ".join(f"{name} ({why})" for name, why in self.refused.items())
             raise BiremeError(
                 f"{self.path} has keys of {self.dialect.program} that would train another model here: "
-                f"{told}. Take them out of the file to train without them."
+                f"{named}. Take them out of the file to train without them."
             )
         return Translation(self.dialect.program, self.values, self.remarks, self.idle)
 
@@ -306,13 +309,14 @@ def _read_rate(reader: _Reader) -> None:
     reader.put("training.schedule", reader.chosen("lr_scheduler", _SCHEDULES, "linear"), "lr_scheduler")
     final = reader.number("cosine_min_lr_ratio", 0.0)
     reader.put("training.final_fraction", final, "lr_scheduler")
-    steps, share = reader.number("warmup_steps", -1.0) or 0.0, reader.number("warmup_ratio")
+    has_ratio = "warmup_ratio" in reader.left
+    steps, share = reader.number("warmup_steps"), reader.number("warmup_ratio")
     if theirs == "constant":
         reader.put("training.warmup_steps", 0, "lr_scheduler")
-    elif steps >= 1:
+    elif steps is not None and (steps >= 1 or not (steps or has_ratio)):
         reader.put("training.warmup_steps", int(steps), "warmup_steps")
-    else:
-        reader.put("training.warmup_fraction", share if steps < 0 else steps, "warmup_ratio")
+    else:  # a share of the steps, under either name
+        reader.put("training.warmup_fraction", steps or share, "warmup_ratio")
     is_short = reader.left.get(reader.name("optimizer")) in _EIGHT_BITS
     optimizer = reader.chosen("optimizer", _OPTIMIZERS, "adamw_torch")
     reader.put("training.optimizer", optimizer, "its state in 32 bits" if is_short else "optimizer")
@@ -343,8 +347,7 @@ def _read_logs(reader: _Reader) -> None:
         folder = Path(str(output))
         reader.put("log.folder", str(folder.parent), "output_dir")
         reader.put("log.name", folder.name, "output_dir")
-    asked = reader.take("report_to") or []
-    named = [asked] if isinstance(asked, str) else list(asked)
+    named = _listed(reader.take("report_to"))
     named += ["wandb"] if (project := reader.take("wandb_project")) else []
     named += ["tensorboard"] if reader.take("use_tensorboard") else []
     named += ["mlflow"] if reader.take("use_mlflow") else []
@@ -369,9 +372,13 @@ def _put_adapter(reader: _Reader) -> None:
         return
     if not named:
         reader.refuse("lora_target_modules", "it is missing; name the modules, or set lora_target_linear")
-        return
-    modules = named.split(",") if isinstance(named, str) else list(named)
-    reader.put("model.lora.targets", [str(one).strip() for one in modules], "lora_target_modules")
+    reader.put("model.lora.targets", _listed(named), "lora_target_modules")
+
+
+def _listed(value: Any) -> list[str]:
+    """The names in a list, or in a text with commas."""
+    names = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(name).strip() for name in names if name]
 
 
 # axolotl's own keys.
@@ -455,7 +462,7 @@ def _check_messages(reader: _Reader, dataset: dict[str, Any]) -> None:
         for name in ("message_field_role", "message_field_content", "message_property_mappings"):
             dataset.pop(name, None)
     roles = dataset.get("roles")
-    if isinstance(roles, dict) and {alias for many in roles.values() for alias in many} <= _SPEAKERS:
+    if isinstance(roles, dict) and all(_SPEAKERS.issuperset(_listed(many)) for many in roles.values()):
         del dataset["roles"]
 
 
@@ -512,7 +519,7 @@ def _read_entry(reader: _Reader, folder: Path, name: str, stage: str, key: str) 
     hub, subset, split = (entry.pop(one, None) for one in ("hf_hub_url", "subset", "split"))
     source = str(folder / place) if place else _source(str(hub), subset, split)
     reader.put(key, source, f"dataset {name} of {folder / _LIST_OF_DATASETS}")
-    form, columns = str(entry.pop("formatting", "alpaca")), dict(entry.pop("columns", {}))
+    form, columns = str(entry.pop("formatting", "alpaca")), dict(entry.pop("columns", None) or {})
     if stage == "pt":
         reader.put("data.text_column", str(columns.pop("prompt", "text")), "columns.prompt")
     elif form == "sharegpt":
@@ -535,18 +542,14 @@ def _read_entry(reader: _Reader, folder: Path, name: str, stage: str, key: str) 
 
 def _entry(path: Path, folder: Path, name: str) -> dict[str, Any]:
     listing = folder / _LIST_OF_DATASETS
-    try:
-        found = json.loads(listing.read_text(encoding="utf-8"))[name]
-    except (OSError, ValueError) as error:
+    if not listing.is_file():
         raise BiremeError(
-            f"{path}: dataset_dir is {folder}, and {listing} cannot be read ({error}). Call bireme in the "
-            "folder in which LLaMA-Factory is called."
-        ) from error
-    except KeyError:
-        many = (
-            "several datasets cannot be translated; put the rows into one file"
-            if "," in name
-            else "it is not there"
+            f"{path}: dataset_dir is {folder}, and there is no file {listing}. Call bireme in the folder in "
+            "which LLaMA-Factory is called."
         )
-        raise BiremeError(f"{path}: dataset is {name!r}, a name in {listing}: {many}.") from None
-    return dict(found)
+    found = read_json_object(listing).get(name)
+    if not isinstance(found, dict):
+        several = "several datasets cannot be translated; put the rows into one file"
+        why = several if "," in name else "it is not there"
+        raise BiremeError(f"{path}: dataset is {name!r}, a name in {listing}: {why}.")
+    return found

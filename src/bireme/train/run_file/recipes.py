@@ -70,7 +70,7 @@ _FEW = {"training.epochs": 3.0, "training.batch_size": 16}
 _LORA = {"model.lora.rank": 16, "model.lora.alpha": 32.0, **_FEW}
 _STEPS = "checkpoint.every_steps"
 
-_RECIPES = {
+RECIPES: Mapping[str, Recipe] = {
     "finetune": Recipe("all weights of a model go on learning", (*_TUNED, _STEPS), _FEW),
     "lora": Recipe(
         "an adapter learns, and the model's own weights stay as they are",
@@ -116,9 +116,6 @@ _RECIPES = {
         _LORA | {"links.codec": "auto", "checkpoint.every_s": 600.0},
         command="bireme coordinate {path} --machines 2",
     ),
-}
-RECIPES: Mapping[str, Recipe] = {
-    name: recipe for name, recipe in _RECIPES.items() if set(recipe.keys) <= set(known_keys())
 }
 """The recipes by what they are for."""
 

@@ -151,7 +151,7 @@ class RunFile(Tables):
         return self
 
     def counted(self, num_samples: int) -> "RunFile":
-        """The run with the steps that its epochs over so many samples take; itself if it has no epochs."""
+        """The run with the steps that its epochs over the samples take; itself if it has no epochs."""
         epochs, size = self.training.epochs, self.training.batch_size
         if epochs is None:
             return self
