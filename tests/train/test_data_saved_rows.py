@@ -114,7 +114,7 @@ def test_of_several_datasets_the_one_to_train_on_is_taken(saved: Any) -> None:
     ("columns", "column", "wrong"),
     [
         ({"text": ["a"]}, "txt", "Did you mean 'text'"),
-        ({"a": ["a"], "b": ["b"]}, None, "Say which holds the text: text_column"),
+        ({"a": ["a"], "b": ["b"]}, None, "Name the column with the text in data.text_column"),
         ({"text": []}, None, "has no rows"),
     ],
 )

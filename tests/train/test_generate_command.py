@@ -1,7 +1,6 @@
 """`bireme generate`: the tokens of transformers' own `generate`, whether a model fits the memory or not."""
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,6 @@ def test_a_folder_writes_what_transformers_writes(
     shown = bireme(capsys, *words)
     assert shown.out == f"{PROMPT}{found['text']}\n"
     assert "12 tokens, " in shown.err
-
-
-def _chosen(made: dict[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
-    return {name: made[name] for name in names}
 
 
 def test_stages_write_on_when_the_context_is_full() -> None:

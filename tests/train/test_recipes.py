@@ -60,7 +60,6 @@ def test_an_example_is_what_its_command_writes(name: str, here: Path, capsys: Ca
     assert 7 <= len(keys) <= 15
     assert all("  # " in line for line in keys), "every key is explained"
     assert max(map(len, text.splitlines())) <= 116
-    # All values are those of the run with the keys alone that are no defaults.
     assert load_run_file(Path(f"{name}.toml")).training.batch_size in (8, 32)
 
 

@@ -65,7 +65,7 @@ class Generated:
 
     def document(self) -> dict[str, Any]:
         """In the words of JSON."""
-        return asdict(self) | {"ids": list(self.ids)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
