@@ -69,7 +69,7 @@ def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
             name,
             field.description or "",
             _allowed(_not_null(schema[name]), inner),
-            tuple(_not_null(schema[name]).get("enum", ())),
+            _choices(_not_null(schema[name])),
             field.default,
             field.examples[0] if field.examples else None,
         )
@@ -90,10 +90,15 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return found | {"enum": [found["const"]]} if "const" in found else found
 
 
+def _choices(schema: dict[str, Any]) -> tuple[Any, ...]:
+    """The only values that a key may have; none if there are others."""
+    return tuple(schema.get("enum", [schema["const"]] if "const" in schema else ()))
+
+
 def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
     """Which values a key may have, in words, from its JSON schema; `inner` has those of tables in lists."""
-    if "enum" in schema:
-        return ", ".join(map(str, schema["enum"]))
+    if choices := _choices(schema):
+        return ", ".join(map(str, choices))
     match schema["type"]:
         case "boolean":
             return "true, false"
