@@ -189,6 +189,18 @@ def test_devices_that_do_not_hold_a_model_at_all_are_seen_without_cutting_it() -
         assert overflows(chain, equal_devices(2, memory_bytes=memory_bytes), setting) == (memory_bytes == 150)
 
 
+def test_a_stage_that_could_be_longer_does_not_hide_cuts_that_fit() -> None:
+    """A first stage of two units left the second stage to begin with an input that it has no room for."""
+    chain = chain_of_numbers([1] * 3, [1] * 3, boundary_bytes=[2, 38, 2])
+    seats = (DeviceSlot("first", memory_bytes=99), DeviceSlot("last", memory_bytes=150))
+    setting = StageSetting("gpipe", 4, Recompute.ALWAYS)
+    line = DeviceRow(seats, (RowLink(math.inf, 0),))
+    found = exact(loads_of(chain, line, setting))
+    assert isinstance(found, Partition)
+    assert found.cuts == (1,)
+    assert not overflows(chain, line, setting)
+
+
 def test_what_fits_nowhere_says_which_stage_misses_how_much_on_which_device() -> None:
     chain = chain_of_numbers([1.0] * 4, [1.0] * 4, optimizer_bytes=[10, 10, 10, 70])
     seats = (DeviceSlot("red", memory_bytes=40), DeviceSlot("blue", memory_bytes=30))

@@ -407,8 +407,9 @@ def loads_of(chain: Chain, line: DeviceRow, setting: StageSetting) -> Loads:
 
 
 def overflows(chain: Chain, line: DeviceRow, setting: StageSetting) -> bool:
-    """Whether no cuts fit these devices, not even if each stage, from the first on, took all units that its
-    device has room for. That takes much less time than all loads.
+    """Whether no cuts fit these devices, not even if each stage, from the first on, took all units whose
+    weights, gradients and optimizer's state its device has room for. A stage of more units has more of these.
+    Other bytes depend on where it begins, so they are left out. That takes much less time than all loads.
     """
     peaks, begin = _peaks(chain, line.num_stages, setting), 0
     for stage, seat in enumerate(line.seats):
@@ -489,19 +490,15 @@ class _Peaks:
         return self._known[key]
 
     def reach(self, stage: int, begin: int, limit_bytes: float) -> int:
-        """The unit up to which a stage from that unit on fits at the most, if messages took no room."""
-        chosen, tables = self._setting.recompute, self._chain.bytes
-        row, most = (begin, slice(begin + 1, None)), 0
-        for recompute in (False, True) if chosen is Recompute.WHERE_NEEDED else (chosen is Recompute.ALWAYS,):
-            held = [
-                self._state(moment)[row]
-                + moment.stash * tables.kept[row]
-                + moment.inputs * tables.inputs[row]
-                + moment.waiting * tables.waiting[row]
-                for moment in self._moments(stage, recompute=recompute)
-            ]
-            most = max(most, int((np.maximum.reduce(held) <= limit_bytes).sum()))
-        return begin + most
+        """The unit up to which a device has room for the state of a stage from that unit on."""
+        tables, row = self._chain.bytes, (begin, slice(begin + 1, None))
+        always = tables.optimizer[row] + tables.buffer[row]
+        is_always = self._setting.recompute is Recompute.ALWAYS  # versions are as many if nothing runs again
+        held = [
+            always + moment.version * tables.parameter[row] + moment.gradient * tables.gradient[row]
+            for moment in self._moments(stage, recompute=is_always)
+        ]
+        return begin + int((np.maximum.reduce(held) <= limit_bytes).sum())
 
     def _moments(self, stage: int, *, recompute: bool) -> Sequence[_Moment]:
         setting = self._setting
