@@ -191,8 +191,8 @@ def test_devices_that_do_not_hold_a_model_at_all_are_seen_without_cutting_it() -
 
 def test_a_stage_that_could_be_longer_does_not_hide_cuts_that_fit() -> None:
     """A first stage of two units left the second stage to begin with an input that it has no room for."""
-    chain = chain_of_numbers([1] * 3, [1] * 3, boundary_bytes=[2, 38, 2])
-    seats = (DeviceSlot("first", memory_bytes=99), DeviceSlot("last", memory_bytes=150))
+    chain = chain_of_numbers([1] * 3, [1] * 3, parameter_bytes=[10] * 3, boundary_bytes=[2, 38, 2])
+    seats = (DeviceSlot("first", memory_bytes=50), DeviceSlot("last", memory_bytes=150))
     setting = StageSetting("gpipe", 4, Recompute.ALWAYS)
     line = DeviceRow(seats, (RowLink(math.inf, 0),))
     found = exact(loads_of(chain, line, setting))
