@@ -245,9 +245,7 @@ class _Joined:
             raise SystemExit(status)
         if orders is None:
             return None
-        if led is None:
-            return self._run(orders, host, nodes, led)
-        ahead = plan_ahead(led.folder, led.losses)
+        ahead = None if led is None else plan_ahead(led.folder, led.losses)
         try:
             return self._run(orders, host, nodes, led)
         finally:

@@ -1,6 +1,7 @@
-"""Two ways through the space of plans: all of it where that is small, and the likely part of it.
+"""The ways through the space of plans: all of it where that is small, the likely part of it, and one device
+that runs the model in parts.
 
-Both go by shape, then mapping, then cuts, then how many micro-batches are sliced or run ahead.
+The first two go by shape, then mapping, then cuts, then how many micro-batches are sliced or run ahead.
 """
 
 import math
@@ -16,6 +17,7 @@ import numpy as np
 from bireme.plan.forecast import PlanKind
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import AUTO
+from bireme.plan.program_plan import even_cuts
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.cutting import all_drafts, num_cuts_and_sets, promising_drafts
 from bireme.plan.search.draft import Draft, Grid
@@ -548,3 +550,38 @@ class HeuristicExplorer(Explorer):
         for cuts in self._moved_cuts(draft):
             if keeps_home(self._problem, draft.outline, draft.grid, cuts):
                 yield replace(draft, cuts=cuts)
+
+
+# One device in each replica that runs the model in parts, each of which runs its forward again.
+#
+# The device then holds the inputs of all parts and the activations of one, as with frameworks that checkpoint
+# layer by layer. The last part keeps its activations: its backward follows its forward.
+
+_NUMBERS_OF_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Each part more but the last runs its forward again, so the fewest parts that fit are the fastest."""
+
+
+class InPartsExplorer(Explorer):
+    """Goes through plans in parts."""
+
+    def explore(self, outlines: list[Outline]) -> None:
+        """Evaluate plans in parts for all shapes of one device in each replica."""
+        before = self._ledger.num_evaluated
+        for outline in outlines:
+            if outline.schedule == "sequential" and outline.num_ranks == 1:
+                for grid in promising_grids(self._problem, outline):
+                    if self._ledger.could_win(outline, self._outlines.least_s(outline)):
+                        self._explore_grid(outline, grid)
+        self.how = f"{self._ledger.num_evaluated - before:,} plans in parts simulated"
+
+    def _explore_grid(self, outline: Outline, grid: Grid) -> None:
+        bounds = self._problem.bounds
+        kept = self._problem.whole(max(outline.sizes)).bytes.kept
+        work = [float(kept[one, other]) for one, other in pairwise(bounds)]
+        for num_parts in _NUMBERS_OF_PARTS:
+            if num_parts > len(work):
+                return
+            cuts = tuple(bounds[cut] for cut in even_cuts(work, num_parts))
+            parts = replace(outline, stages_per_rank=num_parts)
+            if self._ledger.evaluated(Draft(parts, grid, cuts, tuple(range(num_parts - 1)))).fits:
+                return

@@ -21,8 +21,7 @@ from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.evaluated import EvaluatedDrafts, with_best_shard, with_gathering
 from bireme.plan.search.evaluator import PlanEvaluator
-from bireme.plan.search.explorers import ExhaustiveExplorer, HeuristicExplorer, few_enough
-from bireme.plan.search.in_parts import InPartsExplorer
+from bireme.plan.search.explorers import ExhaustiveExplorer, HeuristicExplorer, InPartsExplorer, few_enough
 from bireme.plan.search.mapping import why_homeless
 from bireme.plan.search.nothing_fits import Remedies, fitting_drafts, nearest_misfit
 from bireme.plan.search.paged_walk import with_paging, with_room
