@@ -301,8 +301,9 @@ def _train(talk: Connection, variables: dict[str, str], words: list[str], is_att
     # Those of the server may be for a file, which a pipe is not.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (as long as the process)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    if "OMP_NUM_THREADS" not in variables:  # the server has one
-        torch.set_num_threads(num_cores())
+    asked = variables.get("OMP_NUM_THREADS", "").partition(",")[0]
+    # What torch read when it was imported is for the server, which has one thread.
+    torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) else num_cores())
     sys.argv = ["bireme", *words]
     runpy.run_module("bireme", run_name="__main__", alter_sys=True)
 
