@@ -37,10 +37,13 @@ _MOST_WALKED, _BRIEFLY_WALKED = 16, 6
 """Drafts that are simulated from one plan, and where a better plan would save less than it takes to find."""
 
 _HOPELESS = 2
-"""Times the cost that a plan must be below: what begins with more is not walked from."""
+"""Times the cost of the best known plan. There is no walk from a plan that costs more: a heuristic, which
+excludes nothing before a plan fits.
+"""
 
 _FAR_BEHIND = 1.1
-"""Times the cost of a plan: if smaller micro-batches cost more, still smaller ones are not tried."""
+"""Times the cost of a plan. If smaller micro-batches cost more, still smaller ones are not tried: a heuristic.
+"""
 
 _MOST_PARTS = 64
 """Of a rank."""
@@ -67,7 +70,7 @@ class PagedWalk:
     def __init__(self, problem: PlanningProblem, *, is_brief: bool, worst_cost: float = math.inf) -> None:
         self._problem = problem
         self._worst_cost = worst_cost
-        """What a plan must be below to be of use."""
+        """That of a plan which fits: plans that cost as much are of no use. Infinite if none is known."""
         self._most = _BRIEFLY_WALKED if is_brief else _MOST_WALKED
         self._evaluator = PlanEvaluator(problem)
         self._seen: dict[Draft, Forecast | None] = {}
