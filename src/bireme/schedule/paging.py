@@ -98,7 +98,8 @@ def page_cut(
     """
     if not any(cut):
         return program
-    if not is_summed and program.num_sharers == 1:  # then it does not depend on the order of updates
+    may_be_apart = not is_summed and program.num_sharers == 1
+    if may_be_apart:  # then what an instruction needs does not depend on the order of updates
         for rank, tiers in enumerate(cut):
             if tiers is not None:
                 check_capacity(rank, tiers, 0, most_at_once(program, rank, tiers))
@@ -106,7 +107,6 @@ def page_cut(
     is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
     least = program.num_batches - (min(repeats) if is_loop else 0)
     model = program.of_length(least + _STEADY) if is_loop else program
-    may_be_apart = not is_summed and program.num_sharers == 1
     reorder = _order_of(program, together=updates_together, apart=updates_apart and may_be_apart)
     moved = reorder(model)
     is_moved = moved is not model and next(stage_problems(moved), None) is None
