@@ -42,8 +42,7 @@ excludes nothing before a plan fits.
 """
 
 _FAR_BEHIND = 1.1
-"""Times the cost of a plan. If smaller micro-batches cost more, still smaller ones are not tried: a heuristic.
-"""
+"""Times the cost of a plan: if smaller micro-batches cost more, no smaller ones are tried. A heuristic."""
 
 _MOST_PARTS = 64
 """Of a rank."""
