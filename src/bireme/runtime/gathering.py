@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from bireme.devices import is_accelerator, mark, synchronize
 from bireme.model.graph import ModelState
 from bireme.schedule.program import Program
 from bireme.schedule.residency import resident
-from bireme.sync.group import Group, MessageGroup
+from bireme.sync.group import DirectSums, Group, MessageGroup
 from bireme.timeline.timeline import RankTimeline, Timeline
 
 # When each instruction ran: what the measured `Timeline` is made of.
@@ -119,18 +118,18 @@ PIECE_ELEMENTS = 4 * 2**20
 def _clock_offset_s(group: Group) -> float:
     """What to add to this rank's `perf_counter` to have rank 0's, to about the time a small message takes.
 
-    Ranks come out of a sum at nearly the same time.
+    Ranks come out of a sum at nearly the same time, if each sends its numbers to all.
     """
     if group.size == 1:
         return 0.0
-    differences = []
+    together, moments = DirectSums(group), list[float]()
     for _ in range(_NUM_ROUNDS):
-        group.all_reduce(torch.zeros(1)).wait()
-        now = perf_counter()
-        first = torch.tensor([now], dtype=torch.float64)
-        group.copy_from(first, 0).wait()
-        differences.append(float(first) - now)
-    return median(differences)
+        together.all_reduce(torch.zeros(1)).wait()
+        moments.append(perf_counter())
+    own = torch.tensor(moments, dtype=torch.float64)
+    first = own.clone()
+    group.copy_from(first, 0).wait()
+    return float((first - own).median())
 
 
 def gather_rows(group: Group, row: Sequence[float]) -> list["array[float]"]:

@@ -61,7 +61,7 @@ from bireme.runtime.world import World
 from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
-from bireme.sync.group import Group, SingleRankGroup
+from bireme.sync.group import DirectSums, Group, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reducer
 from bireme.timeline.timeline import Timeline
 
@@ -124,8 +124,9 @@ def _reducer_of(
         gathers = _replicas(fabric, layout)
         sums = _replicas(fabric, layout) if sharers.gathers else None
         sharers.join(gathers, sums, device, how)
-    control = quick or (fabric.group(range(fabric.size)) if fabric.size > 1 else SingleRankGroup())
-    assert control is not None, "every rank is one of all"
+    everyone = fabric.group(range(fabric.size)) if quick is None and fabric.size > 1 else SingleRankGroup()
+    assert everyone is not None, "every rank is one of all"
+    control = quick or DirectSums(everyone)
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
     tied: dict[str, Group] = {

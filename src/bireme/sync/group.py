@@ -232,6 +232,29 @@ class DistGroup:
         return CollectiveError(f"A {what} over the processes {self._members} failed: {error}")
 
 
+class DirectSums:
+    """Sums of a few numbers over a group: each member sends its own to every other member and adds up all of
+    them, in the members' order. On late links this takes one message, and a ring one for each of its hops.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.size = group.size
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group."""
+        lengths = [tensor.numel()] * self.size
+        given = tensor.flatten().repeat(self.size)
+        taken = torch.empty_like(given)
+        pending = self._group.exchange(given, lengths, taken, lengths)
+
+        def wait() -> None:
+            pending.wait()
+            tensor.copy_(taken.view(self.size, -1).sum(0).view_as(tensor))
+
+        return Waiting(wait)
+
+
 class SingleRankGroup:
     """A group of this rank alone, which agrees with itself at once."""
 
