@@ -25,7 +25,7 @@ from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, Che
 from bireme.train.data.loader import PartlyRead
 from bireme.train.data.prepare import data_notes
 from bireme.train.evaluation_set import RunEvaluations
-from bireme.train.outcome import REPLAN, LinkBytes, Outcome, RankOutcome
+from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankOutcome
 from bireme.train.plan_search import RECORDED, has_room, recorded_first
 from bireme.train.rank_part import RankPart, RunReading
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter
@@ -64,6 +64,7 @@ class Loop:
         self.run, self.pipeline, self._part = run, pipeline, part
         self.tell: Tell = _silent if log is None else log.tell
         self._copies, self._control = part.copies(), part.control()
+        self._loads = LoadsOfRanks(part.world.store, part.world.rank, part.world.size)
         self.timeline: Timeline | None = None
         self._switch = later
         self._reason = Reason.NONE
@@ -352,20 +353,17 @@ class Loop:
 
     def _loads_of_ranks(self) -> dict[str, Any]:
         """The most bytes that each rank has had, and the bytes that it has sent since this start of the run,
-        as far as rank 0 knows from the store. A replica that may die lists its own ranks alone.
+        as far as rank 0 knows. A replica that may die lists its own ranks alone.
         """
-        world = self._part.world
         sums = self._sum_bytes.sent + self.pipeline.sum_bytes.sent
         sent = sums + sum(link.sent_bytes for link in (*self._sent, *self._sent_by_pipeline()))
-        world.store.set(f"load/{world.rank}", f"{self._part.memory.peak_bytes()} {sent}")
-        loads: list[list[int | None]] = [[], []]
-        for rank in range(world.size if world.rank == 0 else 0):
-            key = f"load/{rank}"
-            found = world.store.get(key).split() if world.store.check([key]) else (0, 0)
-            loads[0].append(int(found[0]) or None)
-            loads[1].append(int(found[1]) if int(found[0]) else None)
+        found = self._loads.latest(self._part.memory.peak_bytes(), sent)
         replica = {} if self._member is None else {"replica": self._member.number}
-        return {"memory_bytes": loads[0], "sent_bytes": loads[1], **replica}
+        return {
+            "memory_bytes": [one and one[0] for one in found],
+            "sent_bytes": [one and one[1] for one in found],
+            **replica,
+        }
 
     def _save(self) -> None:
         self._checkpoints.save(self.pipeline, self.step)

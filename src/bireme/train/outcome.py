@@ -3,7 +3,9 @@
 import gc
 import resource
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from bireme.balance import SlowStage
 from bireme.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak
 from bireme.memory.system_memory import give_back_heap
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.stores import Store
 
 # How much memory a process has had at most: all of it on a CPU, that of tensors on an accelerator.
 #
@@ -39,6 +42,36 @@ class MemoryUsed:
         if is_accelerator(self._device):
             return peak_bytes(self._device) - self._before
         return _bytes("VmHWM")
+
+
+class LoadsOfRanks:
+    """The most memory that each rank has used and the bytes that it has sent, which rank 0 logs. A thread
+    brings them over the run's store, because on late links training would wait for each of its answers. So
+    rank 0 has those of other ranks a little later, and at first its own alone.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank = store, rank
+        self._known: list[tuple[int, int] | None] = [None] * (0 if rank else size)
+        self._thread = threading.Thread()
+
+    def latest(self, peak_bytes: int, sent_bytes: int) -> list[tuple[int, int] | None]:
+        """Those of all ranks on rank 0, None where they are not known; begins to bring new ones."""
+        if not self._rank:
+            self._known[0] = peak_bytes, sent_bytes
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._bring, args=(peak_bytes, sent_bytes), daemon=True)
+            self._thread.start()
+        return [*self._known]
+
+    def _bring(self, peak_bytes: int, sent_bytes: int) -> None:
+        with suppress(RuntimeError):  # without the store the run itself fails, and gives the reason
+            if self._rank:
+                self._store.set(f"load/{self._rank}", f"{peak_bytes} {sent_bytes}")
+            for rank in range(1, len(self._known)):
+                if self._store.check([f"load/{rank}"]):
+                    peak, sent = self._store.get(f"load/{rank}").split()
+                    self._known[rank] = int(peak), int(sent)
 
 
 def settled_bytes() -> int:
