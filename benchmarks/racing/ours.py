@@ -23,6 +23,8 @@ from bireme.train.folder import RunFolder
 _TASK = "benchmarks.racing.task"
 _START_S = 180.0
 """For a run to be planned and to begin, beside the seconds that it may train."""
+DELAY_WARMUP = 0.1
+"""Share of the steps of a run, if its plan delays updates; docs/race.md has the reason."""
 _RUN = """format = 1
 
 [model]
@@ -86,6 +88,8 @@ def race(place: Field, order: Order, plan: Path, cache: Path) -> list[Reached]:
     """What a run with a plan reached."""
     own = {key: value for key, value in order.choice.items() if not key.startswith(_PLANNED)}
     own |= {key: order.choice[key] for key in ("sync.mode", "sync.codec")} | {"plan.file": plan}
+    if (json.loads(plan.read_text())["forecast"] or {}).get("delay_warmup"):
+        own["plan.delay_warmup_steps"] = round(order.steps * DELAY_WARMUP)
     words = ["-m", "bireme", "train", str(_run_file(place)), *_sets(place, order, own)]
     log = _Log(RunFolder(place.folder / "runs" / "run").metrics, place, order)
     with place.running(words, {"BIREME_CACHE": str(cache)}) as programs:

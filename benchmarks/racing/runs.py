@@ -42,8 +42,8 @@ class Limits:
     is_tuned: bool
 
 
-LIMITS = Limits(2.7, 300, 300.0, 20, 10, True)
-QUICK = Limits(3.3, 40, 60.0, 10, 0, False)
+LIMITS = Limits(2.7, 600, 300.0, 20, 10, True)
+QUICK = Limits(3.3, 80, 60.0, 10, 0, False)
 
 
 class Race:
@@ -68,7 +68,7 @@ class Race:
             self._run_ours(setting, contender, {**choice, **contender.shapes[0]}, seed)
             return
         choice = {**choice, **self._shape(setting, contender, choice)}
-        reached, about = self._rival(setting, contender, choice, seed, 2 * self._limits.steps)
+        reached, about = self._rival(setting, contender, choice, seed, self._limits.steps)
         self._add(keys, seed, choice, "", reached, about)
 
     def _add(
