@@ -365,7 +365,7 @@ def test_gradients_kept_as_components_leave_their_layer_as_it_is() -> None:
 
 
 def test_a_plan_notes_why_many_logits_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bireme.model.fused_loss._LEAST_LOGITS", 1)
+    monkeypatch.setattr("bireme.model.fused_loss.LEAST_LOGITS", 1)
     capped = capture(Model(Tail(between=torch.tanh)), samples(FEW))
     (note,) = fused_loss_note(RunFile(), capped)
     assert note.startswith("All logits of a micro-batch are in memory at once, because aten.tanh.default")

@@ -244,7 +244,7 @@ def test_the_trace_is_that_of_the_measured_timeline(
     assert result.out == f"Wrote {html}.\nWrote {trace}.\n"
     events = json.loads(trace.read_text())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
-    assert max(ends) == pytest.approx(timelines_of(300)[1].makespan_s * 1e6, rel=1e-3)
+    assert max(ends) == pytest.approx(timelines_of()[1].makespan_s * 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(("width", "name"), [(1, "agreement of stages"), (2, "gradient sync")])
@@ -252,7 +252,7 @@ def test_a_trace_names_a_gradient_sync_only_if_there_are_replicas(
     width: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, trace = (make_run if width == 1 else run_with_replicas)(tmp_path / "run"), tmp_path / "trace.json"
-    measured = timelines_of(300)[1]
+    measured = timelines_of()[1]
     for rank in measured.ranks:  # each REDUCE takes until the next instruction
         for place, step in enumerate(rank.track[:-1]):
             if step.kind is Kind.REDUCE:

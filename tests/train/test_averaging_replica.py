@@ -297,7 +297,7 @@ def test_what_tells_whether_ranks_read_the_same_is_read_once_and_not_in_each_win
         tiers=(),
     )
     part = SimpleNamespace(
-        world=SimpleNamespace(rank=1),
+        world=SimpleNamespace(rank=1, size=2, store=HashStore()),
         start=SimpleNamespace(first_delayed_step=0, may_replan=False, is_phase=False),
         run=run,
         data=data,

@@ -37,7 +37,10 @@ def run_of(source: str) -> RunFile:
 
 def not_here(model: RunModel) -> RunModel:
     """The same; what is captured here is told apart."""
-    return replace(model, evaluation=cast(Any, SimpleNamespace(graph=lambda _batch: MADE_HERE)))
+    return replace(
+        model,
+        evaluation=cast(Any, SimpleNamespace(graph=lambda _batch: MADE_HERE, knows=lambda _batch: False)),
+    )
 
 
 def test_a_copy_captures_what_this_process_would_and_only_the_first_time() -> None:

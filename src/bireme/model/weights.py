@@ -54,8 +54,9 @@ def load_weights(
     """The graph's parameters and buffers of these names as a folder holds them, on the CPU.
 
     Buffers that belong into no checkpoint (they are not persistent) are left out of the result. `dtype` is
-    for parameters; without it, and for buffers, the graph's own holds. Weights that the graph has packed are
-    packed one by one. `model`, on the meta device or not, is only asked for its package's rules.
+    for parameters that learn; without it, and for all others, the graph's own holds. Weights that the graph
+    has packed are packed one by one. `model`, on the meta device or not, is only asked for its package's
+    rules.
     """
     states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
     wanted = [*dict.fromkeys(names)]
@@ -87,7 +88,7 @@ def open_weights(
             tensor = sources.read(state)
             if state.packed is not None:
                 return packed(tensor)
-            converts = dtype is not None and state.is_parameter and tensor.is_floating_point()
+            converts = dtype is not None and state.trainable and tensor.is_floating_point()
             kept = dtype if converts else getattr(torch, state.dtype)
             return tensor.to("cpu", kept, copy=True)
 
