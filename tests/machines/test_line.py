@@ -240,6 +240,7 @@ def started(host: Host, *words: str, home: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_check_their_line_before_any_run(tmp_path: Path) -> None:
     """All is well; then large packets get lost; then a cable is pulled out."""
     with hosts(2) as machines:
