@@ -21,6 +21,7 @@ from bireme.report.shapes import Rect, Text
 from bireme.schedule.instruction import Kind
 from tests.support.chromium import Chromium, chromium, find_chromium
 from tests.support.command import bireme
+from tests.support.extent import TRY_ALL
 from tests.support.patience import patience_s
 from tests.support.run_folders import (
     WRITTEN_S,
@@ -458,6 +459,7 @@ def brightness(colour: str) -> float:
     return sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
 
 
+@pytest.mark.skipif(not TRY_ALL, reason="waits for a browser: BIREME_TESTS=all")
 def test_a_browser_shows_new_figures_of_a_run_and_keeps_what_the_reader_chose(
     tmp_path: Path, browser: Chromium
 ) -> None:

@@ -29,7 +29,7 @@ from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.page.tables import comparison_table, facts, tiles
 from bireme.runtime.gathering import timeline_of
-from bireme.sync.coordinator.state import Recovery
+from bireme.sync.coordinator.recoveries import Recovery
 from bireme.train.run_log import MetricsLog
 from tests.support.extent import draws
 from tests.support.run_folders import (

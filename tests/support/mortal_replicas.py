@@ -33,8 +33,9 @@ from bireme.sync.coordinator.messages import (
     Report,
     SamplePlaces,
 )
+from bireme.sync.coordinator.recoveries import HealTimes
 from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSettings, SyncMode
-from bireme.sync.coordinator.state import Ended, Event, HealTimes, Heard, Tick
+from bireme.sync.coordinator.state import Ended, Event, Heard, Tick
 from bireme.sync.rounds.contribution import OtherWeightsError
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.patience import patience_s

@@ -11,7 +11,7 @@ from bireme.sync.coordinator.messages import (
     Progress,
     RoundPart,
 )
-from bireme.sync.coordinator.state import HealTimes, LossTimes, Recovery, healed_in, numbers_of_healing
+from bireme.sync.coordinator.recoveries import HealTimes, LossTimes, Recovery, healed_in, numbers_of_healing
 
 BOTH = (RoundPart(0, 4), RoundPart(1, 4))
 ALONE = (RoundPart(0, 8),)

@@ -19,7 +19,7 @@ from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 from bireme.sync.coordinator.messages import Absence, CoordinatorReply, Gone, Incarnation, Member
-from bireme.sync.coordinator.state import HealTimes, Recovery
+from bireme.sync.coordinator.recoveries import HealTimes, Recovery
 from bireme.sync.exchange import SentBytes
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.writer import CheckpointWriter

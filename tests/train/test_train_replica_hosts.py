@@ -18,6 +18,7 @@ from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.samples import in_force
 from tests.support.copies import Copy
+from tests.support.extent import TRY_ALL
 from tests.support.hosts import Host, hosts, set_cable
 from tests.support.paced_samples import PACE
 from tests.support.patience import patience_s
@@ -148,7 +149,7 @@ def test_the_hosts_with_the_quorum_go_on_without_one_that_is_cut_off_or_dies(tmp
 
 
 @pytest.mark.long
-@pytest.mark.few(1)
+@pytest.mark.skipif(not TRY_ALL, reason="takes long: BIREME_TESTS=all")
 @pytest.mark.parametrize("mode", ["groups", "diloco"])
 def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies(
     mode: str, tmp_path: Path

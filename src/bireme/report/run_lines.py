@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from bireme.bounds import bytes_text, counted, seconds_text
-from bireme.sync.coordinator.state import Recovery
+from bireme.sync.coordinator.recoveries import Recovery
 
 EVENTS = "BIREME_EVENTS"
 """Variable of the environment that a live view sets for the processes whose output it reads."""

@@ -18,7 +18,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
 from bireme.report.plan_document import shard_note, ways_note
 from bireme.schedule.program import Rule
-from bireme.sync.coordinator.state import Recovery
+from bireme.sync.coordinator.recoveries import Recovery
 
 _LONGEST_SAMPLE = 1200
 

@@ -19,7 +19,7 @@ from bireme.runtime.layout import Layout
 from bireme.runtime.microbatches import Portion
 from bireme.runtime.stage import Batches, Stage
 from bireme.schedule.instruction import Instruction, Kind
-from bireme.sync.coordinator.state import HealTimes, healed_in
+from bireme.sync.coordinator.recoveries import HealTimes, healed_in
 from bireme.sync.exchange import PieceNorms, piece_norms, squared_norm_of
 from bireme.sync.reducer import OwnPart, Reduced, Reducer, Reduction
 

@@ -168,6 +168,11 @@ class Program:
     used. 1 where each replica has its weights whole."""
 
     @property
+    def moves_memory(self) -> bool:
+        """Whether ranks copy chunks between tiers, or exchange parts with the replicas that own them."""
+        return bool(self.tiers) or self.num_sharers > 1
+
+    @property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of each stage, or the first of its ranks."""
         return self.routes.rank_of_stage

@@ -29,7 +29,7 @@ from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
-from bireme.runtime.stores import KEY, PrefixStore, Store
+from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.checkpoint.holders import MACHINES, MachinesNote
 from bireme.train.disk_room import check_kept, check_room, kept_bytes
@@ -71,6 +71,7 @@ from bireme.train.rendezvous import (
     Environment,
     Orders,
     digest_of,
+    encryption_of,
     let_gloo_use_the_way_to,
     rendezvous,
     until,
@@ -78,7 +79,7 @@ from bireme.train.rendezvous import (
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_copies import HostKeeper
 from bireme.train.run_data import data_of
-from bireme.train.run_file import RunFile, paths_for_all
+from bireme.train.run_file import paths_for_all
 from bireme.train.run_machines import (
     MachineFolders,
     put_mark,
@@ -410,7 +411,7 @@ class _Joined:
         if led is not None and not status:
             show(led.prepared, led.folder)
             if len(nodes) > 1 and orders is not None:
-                tell(_encryption(led.prepared.run, orders))
+                tell(encryption_of(led.prepared.run, orders))
         talk.say("complaint", complaint)
         talk.say("status", status)
         return None if status else led
@@ -573,19 +574,6 @@ class _Joined:
 
 def _ranks_of(members: Sequence[LaunchedProcess]) -> list[int]:
     return [one.rank for one in members]
-
-
-def _encryption(run: RunFile, orders: Orders) -> str:
-    """What of a run over several hosts is encrypted."""
-    if not run.links.encrypt:
-        return "Lines between hosts are not encrypted (links.encrypt = false)."
-    text = "Lines between hosts are encrypted"
-    hosts = orders.hosts
-    if hosts is None or not all(part.is_whole for own in hosts.parts for part in own):
-        text += f", but not those of {orders.backend}: people on the network can read and change its sums"
-    if KEY not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        text += f". Set one {KEY} on all hosts, for torchrun's store passes the key of the run on unencrypted"
-    return f"{text} (docs/machines.md)."
 
 
 def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]], *, is_phase: bool) -> Orders:

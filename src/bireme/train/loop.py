@@ -18,12 +18,12 @@ from bireme.runtime.paging.rank_paging import TierMoves, together
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.updates import BatchResult
 from bireme.schedule.program import Rule
-from bireme.sync.coordinator.state import HealTimes
+from bireme.sync.coordinator.recoveries import HealTimes
 from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
 from bireme.train.data.loader import PartlyRead
-from bireme.train.data.prepare import data_notes
+from bireme.train.data.notes import data_notes
 from bireme.train.evaluation_set import RunEvaluations
 from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankOutcome
 from bireme.train.plan_search import RECORDED, has_room, recorded_first

@@ -26,13 +26,14 @@ from bireme.devices import Backend
 from bireme.errors import BiremeError
 from bireme.files import path_within
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.runtime.stores import PrefixStore, Store, part_of
+from bireme.runtime.stores import KEY, PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
 from bireme.train.joined_processes import phase_of
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
+from bireme.train.run_file import RunFile
 
 # Which network card leads to the other machines of a run.
 #
@@ -285,3 +286,16 @@ def _answer(store: Store, rank: int, limit_s: float) -> str:
     word = store.get(f"word/{name}").decode()
     store.set(f"heard/{word}/{name}", "")
     return word
+
+
+def encryption_of(run: RunFile, orders: Orders) -> str:
+    """What of a run over several hosts is encrypted."""
+    if not run.links.encrypt:
+        return "Lines between hosts are not encrypted (links.encrypt = false)."
+    text = "Lines between hosts are encrypted"
+    hosts = orders.hosts
+    if hosts is None or not all(part.is_whole for own in hosts.parts for part in own):
+        text += f", but not those of {orders.backend}: people on the network can read and change its sums"
+    if KEY not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        text += f". Set one {KEY} on all hosts, for torchrun's store passes the key of the run on unencrypted"
+    return f"{text} (docs/machines.md)."

@@ -28,14 +28,8 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
-from bireme.sync.coordinator.state import (
-    Changes,
-    HealTimes,
-    MembershipChange,
-    Recovery,
-    healed_in,
-    numbers_of_healing,
-)
+from bireme.sync.coordinator.recoveries import HealTimes, Recovery, healed_in, numbers_of_healing
+from bireme.sync.coordinator.state import Changes, MembershipChange
 from bireme.train.checkpoint.checkpoint import step_folder
 from bireme.train.checkpoint.holders import is_elsewhere
 from bireme.train.checkpoint.manifest import CheckpointMeta

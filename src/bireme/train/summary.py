@@ -20,7 +20,7 @@ from bireme.plan.plan_file import SavedPlan
 from bireme.report.page.metrics import Metrics, Shared, read_metrics
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.simulate.copies import REPLICAS
-from bireme.sync.coordinator.state import Recovery
+from bireme.sync.coordinator.recoveries import Recovery
 from bireme.train.folder import RunFolder
 from bireme.train.link_codecs import gradient_document, idle_codec, idle_keys, main_codecs
 from bireme.train.outcome import Outcome, first_of

@@ -1,7 +1,7 @@
 """A plan as the search handles it: devices by their numbers, cuts at units of the whole chain."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -332,3 +332,13 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         plan.whole_weights,
         plan.shares,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """A lower bound on the time of a batch of a draft, and the device or lane that causes it."""
+
+    seconds: float
+    bottleneck: str
+    device_s: Mapping[int, float]
+    """For how long a batch keeps each device busy."""

@@ -10,7 +10,7 @@ Parameters that stages on several ranks share are summed over all of these, in a
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import ceil
@@ -30,7 +30,7 @@ from bireme.plan.search.contention import (
     processors_of,
     rings_s,
 )
-from bireme.plan.search.draft import Draft, without_collection
+from bireme.plan.search.draft import Draft, LowerBound, without_collection
 from bireme.plan.search.draft_paging import (
     Tied,
     TiedGradients,
@@ -71,16 +71,6 @@ the other members with the numbers that go along, and to the coordinator once th
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _LowerBound:
-    """A lower bound on the time of a batch, and the device or lane that causes it."""
-
-    seconds: float
-    bottleneck: str
-    device_s: Mapping[int, float]
-    """For how long a batch keeps each device busy."""
-
-
 class PlanEvaluator:
     """Evaluates draft plans."""
 
@@ -88,16 +78,16 @@ class PlanEvaluator:
         self._problem = problem
         self._tied = TiedGradients(problem.profile)
         self._works = ReplicaWorks(problem, self._tied)
-        self._last_floor: tuple[Draft, _LowerBound] | None = None
+        self._last_floor: tuple[Draft, LowerBound] | None = None
         self.num_instructions = 0
 
-    def floor(self, draft: Draft) -> _LowerBound:
+    def floor(self, draft: Draft) -> LowerBound:
         """What the busiest device and the busiest lane need, all else being free."""
         if self._last_floor is None or self._last_floor[0] is not draft:
             self._last_floor = draft, self._floor(draft)
         return self._last_floor[1]
 
-    def _floor(self, draft: Draft) -> _LowerBound:
+    def _floor(self, draft: Draft) -> LowerBound:
         problem = self._problem
         rank_of_stage = draft.outline.rank_of_stage
         device_s: dict[int, float] = {}
@@ -112,7 +102,7 @@ class PlanEvaluator:
         cores = cores_needed(problem, device_s)
         floors = [(device_s[busiest], problem.names[busiest]), (lane_s, slowest_lane), *cores]
         most_s, bottleneck = max(floors, key=lambda one: one[0])
-        return _LowerBound(most_s, bottleneck, device_s)
+        return LowerBound(most_s, bottleneck, device_s)
 
     def least_s(self, draft: Draft) -> float:
         """What a batch takes at the least: its floor and, where it drains, the way there and back.
@@ -190,7 +180,7 @@ class PlanEvaluator:
         )
 
     def _simulated(
-        self, draft: Draft, program: Program, floor: _LowerBound, *, is_brief: bool = False
+        self, draft: Draft, program: Program, floor: LowerBound, *, is_brief: bool = False
     ) -> list[tuple[float, Timeline]]:
         """What each replica does and the seconds of a batch; of those that run alike one is simulated.
 
@@ -223,7 +213,7 @@ class PlanEvaluator:
         If batches overlap, the clock stops as soon as they take equally long; if they do not within the
         window, a longer one follows.
         """
-        if draft.rule is Rule.SYNCHRONOUS or _moves_memory(program):
+        if draft.rule is Rule.SYNCHRONOUS or program.moves_memory:
             timeline = run(program, _never) if is_brief and draft.paging else run(program)
             return timeline.steady_batch_s, timeline
         most = program.num_batches - 1
@@ -241,7 +231,7 @@ class PlanEvaluator:
             batch_s = run(longer, until).steady_batch_s
         return batch_s, timeline
 
-    def _fewest(self, draft: Draft, floor: _LowerBound) -> int:
+    def _fewest(self, draft: Draft, floor: LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
         outline = draft.outline
         is_single = 1 in (outline.most_replicas, outline.num_microbatches)
@@ -319,7 +309,7 @@ class PlanEvaluator:
         sizes = self._works.of(draft, max(draft.outline.sizes)).costs.sizes()
         return sizes if draft.splits_backward else replace(sizes, waiting=(), halves=())
 
-    def _bottleneck(self, draft: Draft, floor: _LowerBound, slowest: Timeline) -> str:
+    def _bottleneck(self, draft: Draft, floor: LowerBound, slowest: Timeline) -> str:
         seconds, rank, lower = busiest_wire(slowest)
         if seconds <= floor.seconds:
             return floor.bottleneck
@@ -335,7 +325,7 @@ class PlanEvaluator:
         replica = self._slowest_first(draft, self.floor(draft))[0]
         return self._simulate(draft, replica, self._networks(draft).of(replica), program)
 
-    def _slowest_first(self, draft: Draft, floor: _LowerBound) -> list[int]:
+    def _slowest_first(self, draft: Draft, floor: LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
         busiest_s = [
             max(floor.device_s[row[replica]] for row in draft.grid) for replica in range(draft.outline.width)
@@ -426,7 +416,7 @@ class PlanEvaluator:
             network,
             agree=True,
             processors=processors_of(problem, draft.grid, replica),
-            tier_links=tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else None,
+            tier_links=tier_links_of(problem, draft.grid, replica) if program.moves_memory else None,
             until=until,
         )
         return self._counted(timeline)
@@ -445,7 +435,7 @@ class PlanEvaluator:
         speeds = tuple(problem.resource_speeds[row[replica]] for row in draft.grid)
         rates = tuple(wire.bytes_per_s for wire in network.wires)
         paths = tuple(network.paths.values()), tuple(network.sync_paths.values())
-        wires = tier_links_of(problem, draft.grid, replica) if _moves_memory(program) else ()
+        wires = tier_links_of(problem, draft.grid, replica) if program.moves_memory else ()
         cores = processors_of(problem, draft.grid, replica)
         kinds = self._works.kinds(draft, replica)
         return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
@@ -606,8 +596,3 @@ class PlanEvaluator:
 def _never(_ends: Sequence[float]) -> bool:
     """The clock goes on to the end; neither bytes nor transfers are kept."""
     return False
-
-
-def _moves_memory(program: Program) -> bool:
-    """Whether ranks copy chunks between tiers, or exchange parts with the replicas that own them."""
-    return bool(program.tiers) or program.num_sharers > 1

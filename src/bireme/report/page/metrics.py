@@ -14,7 +14,7 @@ from typing import Any
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
-from bireme.sync.coordinator.state import Recovery
+from bireme.sync.coordinator.recoveries import Recovery
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from bireme.sync.coordinator.messages import (
     RankId,
     Window,
 )
-from bireme.sync.coordinator.state import HealTimes, LossTimes
+from bireme.sync.coordinator.recoveries import HealTimes, LossTimes
 from bireme.sync.rounds.contribution import Contribution, Summed, sum_over
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
 

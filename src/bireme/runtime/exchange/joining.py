@@ -19,7 +19,7 @@ from bireme.runtime.layout import Layout
 from bireme.runtime.snapshot import Snapshot, feedback_sections, own_sections
 from bireme.runtime.stage import Stage
 from bireme.sync.coordinator.messages import CoordinatorReply, Heal, Window
-from bireme.sync.coordinator.state import HealTimes
+from bireme.sync.coordinator.recoveries import HealTimes
 from bireme.sync.rounds.contribution import Digest, digest_of
 from bireme.sync.rounds.round_group import LineBroken
 

@@ -18,7 +18,7 @@ from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.rounds import BatchOffer, RoundSum
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import HostStream, components_in
-from bireme.sync.coordinator.state import numbers_of_healing
+from bireme.sync.coordinator.recoveries import numbers_of_healing
 from bireme.sync.exchange import (
     BatchGradients,
     FlatViews,

@@ -9,7 +9,8 @@ from torch import Tensor
 from bireme.report.data_table import DataView, ShownSample, ShownToken, SourceView
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.mixture import MixedSamples, sources_of
-from bireme.train.data.prepare import Recognized, RunData, data_notes
+from bireme.train.data.notes import data_notes
+from bireme.train.data.prepare import Recognized, RunData
 from bireme.train.data.samples import IGNORED, PackedSamples, Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
