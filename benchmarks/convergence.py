@@ -27,7 +27,7 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import print_verdicts
 from benchmarks.delay_study.codec_cells import codec_lines, codec_picture, codec_sweeps
 from benchmarks.delay_study.delay_tables import delay_lines, law_lines, short_lines, time_lines
-from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.pictures import curves
 from benchmarks.delay_study.promises import verdicts
 from benchmarks.delay_study.replica_cells import replica_lines, replica_sweeps
 from benchmarks.delay_study.replica_times import replica_time_lines

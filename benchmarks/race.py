@@ -24,8 +24,7 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.racing.contenders import CHOSEN, CONTENDERS, HAND, RIVALS
 from benchmarks.racing.field import SETTINGS
-from benchmarks.racing.picture import drawn
-from benchmarks.racing.results import Results, crossing, curve_of, loss_at
+from benchmarks.racing.results import Results, crossing, curve_of, drawn, loss_at
 from benchmarks.racing.runs import LIMITS, QUICK, Limits, Race
 from bireme.files import write_text_atomically
 from bireme.report.markup import svg

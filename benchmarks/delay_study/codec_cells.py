@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.delay_study.bits_picture import Point, against_bits
 from benchmarks.delay_study.coded import mean_bits
+from benchmarks.delay_study.pictures import Point, against_bits
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines

@@ -12,9 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.curves import Curve, CurvePanel, curve_picture
 from benchmarks.common.made import commit
+from benchmarks.racing.contenders import CHOSEN
 from benchmarks.racing.rank import Reached
 from bireme.documents import read_json_lines
+from bireme.report.shapes import Picture
 
 
 class Results:
@@ -78,3 +81,27 @@ def loss_at(curve: Sequence[Reached], seconds: float) -> float | None:
             share = (seconds - before.seconds) / (after.seconds - before.seconds)
             return before.loss + share * (after.loss - before.loss)
     return None
+
+
+ABOVE = 0.5
+"""Of the loss above the target, so much is in a picture."""
+
+
+def drawn(results: Results, settings: Sequence[str], target: float) -> Picture:
+    """The loss over seconds, a panel for each setting: of every contender the first seed."""
+    panels = []
+    for setting in settings:
+        firsts = {
+            one["contender"]: curve_of(one)
+            for one in reversed(results.find("race", setting=setting))
+            if one["curve"]
+        }
+        if firsts:
+            curves = [
+                Curve(name, [(one.seconds, one.loss) for one in curve], name == CHOSEN)
+                for name, curve in sorted(firsts.items())
+            ]
+            least = min(target, *(one.loss for curve in firsts.values() for one in curve)) - 0.02
+            words = f"{setting}: loss over seconds"
+            panels.append(CurvePanel(words, "s", curves, least, target + ABOVE, target))
+    return curve_picture("loss over seconds of training", panels)

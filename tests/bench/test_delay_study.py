@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.delay_study.clock import NetworkSpeed, batch_time
-from benchmarks.delay_study.picture import curves
+from benchmarks.delay_study.pictures import curves
 from benchmarks.delay_study.study import Bank, Cell, Known, Run, Setting, next_setting
 from benchmarks.delay_study.table import penalty, rows
 from benchmarks.delay_study.task import SIZES, text

@@ -14,9 +14,8 @@ from benchmarks.race import FAR, rows_of, verdicts
 from benchmarks.racing import task
 from benchmarks.racing.contenders import CHOSEN, CONTENDERS, RIVALS
 from benchmarks.racing.field import LEARNING, SETTINGS
-from benchmarks.racing.picture import drawn
 from benchmarks.racing.rank import Reached
-from benchmarks.racing.results import Results, crossing, curve_document, loss_at
+from benchmarks.racing.results import Results, crossing, curve_document, drawn, loss_at
 from benchmarks.racing.runs import LIMITS, Limits, Race
 from bireme.report.markup import svg
 from tests.support.extent import TRY_ALL

@@ -1,14 +1,16 @@
-"""The loss that a codec costs against the bits that it sends, as a picture."""
+"""Pictures of the study: losses along runs, and the loss that a codec costs against its bits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from benchmarks.common.curves import Curve, CurvePanel, curve_picture
+from benchmarks.delay_study.study import CURVE_EVERY, Run
 from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK
 from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text
 
-__all__ = ["Point", "against_bits"]
+__all__ = ["Point", "against_bits", "curves"]
 
 WIDTH, HEIGHT = 860, 480
 LEFT, RIGHT, TOP, BOTTOM = 60, 40, 80, 50
@@ -122,3 +124,19 @@ def _axes(view: _View, title: str) -> Iterator[Shape]:
         yield Text(view.x(bits), HEIGHT - BOTTOM + 18, str(bits), SIZE, PALE_INK, Anchor.MIDDLE)
     words = "bits a value, mean of both ways over the run"
     yield Text(view.x(MOST_BITS / 2), HEIGHT - BOTTOM + 38, words, SIZE, PALE_INK, Anchor.MIDDLE)
+
+
+SEEN = 0.35
+"""Of the way from the lowest loss to the highest, so much is in the picture."""
+
+
+def curves(title: str, runs: Sequence[tuple[str, Run]]) -> Picture:
+    """The losses along some runs, each with a name at its end."""
+    losses = [loss for _, run in runs for loss in run.curve]
+    least, height = min(losses), max(losses) - min(losses)
+    found = [
+        Curve(name, [(CURVE_EVERY * place, loss) for place, loss in enumerate(run.curve, 1)])
+        for name, run in runs
+    ]
+    panel = CurvePanel(title, "steps", found, least - 0.02 * height, least + SEEN * height)
+    return curve_picture(title, [panel])
