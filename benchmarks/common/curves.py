@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bireme.report.axes import round_step
-from bireme.report.palette import AXIS, HUES, INK, PALE_INK
+from bireme.report.palette import AXIS, HUES, INK, PALE_INK, Colour
 from bireme.report.shapes import Anchor, Line, Picture, Shape, Text
 
 WIDTH, HEIGHT = 880, 400
@@ -83,7 +83,7 @@ def curve_picture(title: str, panels: Sequence[CurvePanel]) -> Picture:
     return Picture(WIDTH, max(HEIGHT * len(panels), 1), title, tuple(shapes))
 
 
-def _hues(count: int) -> list[str]:
+def _hues(count: int) -> list[Colour]:
     return [HUES[number % len(HUES)] for number in range(count)]
 
 

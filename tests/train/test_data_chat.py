@@ -15,10 +15,10 @@ from bireme.train import finishing as text_sample
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.encoding import AnswerRows, PlainHeadings, chat_form
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.notes import data_notes
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
+from bireme.train.data.viewing import data_notes
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_tokenizer import save_tokenizer
 

@@ -116,7 +116,7 @@ def _translated(run_file: Path | None, source: Path) -> list[str]:
 
 def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
-    from bireme.train.data.notes import data_notes
+    from bireme.train.data.viewing import data_notes
     from bireme.train.disk_room import disk_room
     from bireme.train.prepare import prepared_document, written_paths
     from bireme.train.run_data import learns

@@ -24,11 +24,11 @@ from bireme.runtime.microbatches import Batch
 from bireme.runtime.world import World
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.mixture import shares_of, sources_of
-from bireme.train.data.notes import sample_notes
 from bireme.train.data.prepare import check_sizes
 from bireme.train.data.samples import PackedSamples, Samples
 from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
+from bireme.train.data.viewing import sample_notes
 from bireme.train.evaluation_set import EvaluationSet, Figures, combined, sets_of_run
 from bireme.train.machines import Machines, machines_here
 from bireme.train.model import RunModel

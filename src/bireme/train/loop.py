@@ -23,7 +23,7 @@ from bireme.sync.exchange import SentBytes
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
 from bireme.train.data.loader import PartlyRead
-from bireme.train.data.notes import data_notes
+from bireme.train.data.viewing import data_notes
 from bireme.train.evaluation_set import RunEvaluations
 from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankOutcome
 from bireme.train.plan_search import RECORDED, has_room, recorded_first
