@@ -72,7 +72,7 @@ HAND = (
         DENSE | {"plan.depth": 1, "plan.width": 4, "sync.mode": "diloco", "sync.diloco_every": 10},
     ),
 )
-"""Settings of Bireme that somebody may find by hand: `auto` is compared with the best of all."""
+"""Settings of Bireme that a user may choose by hand: `auto` is compared with the best of them."""
 WITHOUT = (
     _ours("bireme-without-boundary-codecs", AUTO | {"links.codec": "none"}),
     _ours("bireme-without-sum-codecs", AUTO | {"sync.codec": "none"}),

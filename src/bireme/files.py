@@ -1,4 +1,4 @@
-"""Files: written so that nobody ever sees half of one, and believed by their digests."""
+"""Files: written in one step, so that no reader finds an incomplete file, and checked by their digests."""
 
 import contextlib
 import ctypes

@@ -66,7 +66,7 @@ from bireme.profile.trace import StorageTrace
 #
 # Autograd is asked through `saved_tensors_hooks`; memory is counted once however many tensors look at it. A
 # piece that a neighbor may keep too, because it crosses the cut between them or both make it for themselves,
-# is told apart by its names.
+# is recognized by its names.
 
 
 class Saved:

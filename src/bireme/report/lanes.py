@@ -3,7 +3,7 @@
 One lane per rank, time to the right. A lane is striped where the rank is idle, so a bubble is seen before
 anything is read. Under it runs a strip of the weight versions the rank computes on, and a thin line for
 each rank it gets messages from and each way of its chunks between tiers. A long timeline is cut off after the
-batches that can be told apart.
+batches that a reader can distinguish.
 """
 
 import itertools
@@ -62,7 +62,7 @@ _MOST_IN_A_LANE = 500
 
 
 def drawn_batches(timeline: Timeline) -> int:
-    """How many batches can be told apart."""
+    """The number of batches that a reader can distinguish."""
     program = timeline.program
     counts = [sum(rank.mask(BUSY)) for rank in timeline.ranks]
     room = min(_MOST_RECTANGLES / max(sum(counts), 1), _MOST_IN_A_LANE / max(*counts, 1))

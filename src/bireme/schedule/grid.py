@@ -347,7 +347,7 @@ def drawn(cells: Grid, width: int, max_bands: int | None = None) -> Drawing:
     """The grid in pieces of text.
 
     Cells stand apart, each with a space or a mark before it. Where that is wider than `width` they close
-    up if they can still be told apart; else the picture goes on in a second band.
+    up if they stay distinct; else the picture goes on in a second band.
     """
     names = [f"rank {rank}:" for rank in range(cells.program.num_ranks)]
     longest = max(map(len, names))

@@ -181,7 +181,7 @@ def combined(
 ) -> Figures:
     """The figures of several sources as one: losses by the shares that the sources have in training.
 
-    The bytes of a mixture's tokens are not told apart by source, so it has no bits per byte.
+    The bytes of a mixture's tokens are not counted by source, so it has no bits per byte.
     """
     figures = {name: sets[name].figures(one, seconds, tokenizer) for name, one in found.items()}
     counted = {name: figures[name] for name, one in found.items() if one.weight}

@@ -57,7 +57,7 @@ _ALIKE = 1.1
 
 
 def check_launchers(nodes: Nodes, mode: str) -> None:
-    """Refuse hosts that cannot be told apart: several processes of one host name, and no launcher numbers the
+    """Refuse hosts that have the same name: several processes of one host name, and no launcher numbers the
     hosts as torchrun does.
     """
     for members in nodes.values():

@@ -1,7 +1,7 @@
 """The best placement of any kind, contiguous or not, as an integer program on HiGHS.
 
 A column for each item and each device says whether the one is on the other; accelerators pay for the nets
-they cut. Only nets are looked at, no graph. Equal devices are told apart by the heaviest item they have, so
+they cut. Only nets are looked at, no graph. Equal devices are ordered by the heaviest item they have, so
 that of all placements that differ in the numbers of devices alone the search sees few.
 """
 
@@ -138,7 +138,7 @@ def _roots(frame: Frame, num_roots: int) -> list[int]:
 
 
 _ORDERED_ITEMS_PER_DEVICE = 4
-"""Equal devices are told apart by so many of the heaviest items; rows for the light ones do not pay."""
+"""Equal devices are ordered by this number of their heaviest items; rows for light items do not pay."""
 
 
 _BOUND_SHARE = 0.2

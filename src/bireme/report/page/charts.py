@@ -136,7 +136,7 @@ def _extremes(points: Points, num_parts: int) -> Iterator[int]:
 
 
 MOST_RUNS = 6
-"""As many as there are colours that can be told apart."""
+"""The number of colors that a reader can distinguish."""
 
 _MOST_WITH_RAW = 2
 """Of more runs only the smoothed curves are drawn."""

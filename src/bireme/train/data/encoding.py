@@ -431,8 +431,8 @@ def _ended(ids: Ids, end: int | None) -> Ids:
 #
 # What is kept lies in a folder of `tokens` in the cache, whose name is a hash of all that the tokens depend
 # on: the paths, sizes and times of change of the files, and the tokenizer. It is written piece by piece, so a
-# corpus may be larger than memory, and nobody ever sees half of it. Processes that want the same one wait for
-# the first.
+# corpus may be larger than memory, and is there for readers only once it is complete. Processes that want the
+# same corpus wait for the first.
 
 Progress = Callable[[float, str], None]
 """Is told what part is done, from 0 to 1, and what is being done."""
