@@ -103,6 +103,19 @@ def test_every_test_that_a_document_names_is_there() -> None:
     assert named <= there, named - there
 
 
+def test_the_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
+    """A message is in backticks in the first column of a table; … stands for what differs."""
+    text = "".join(file.read_text() for file in sorted((ROOT / "src").rglob("*.py")))
+    code = re.sub(r'[\'"]\s*\n\s*f?[\'"]', "", text)  # literals that go on in the next line
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [
+        one for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for one in cell.split("`")[1::2]
+    ]
+    parts = [part.strip() for message in quoted for part in re.split(r"…|: ", message)]
+    assert len(quoted) > 20
+    assert [part for part in parts if part not in code] == []
+
+
 def test_every_key_of_the_costs_file_is_explained() -> None:
     text = (ROOT / "docs" / "costs.md").read_text()
     assert [key for key in CostsFile.model_fields if f"`{key}`" not in text and key != "format"] == []
