@@ -111,6 +111,18 @@ def test_a_replica_that_may_die_lists_its_own_ranks() -> None:
     assert "6.00 GiB of 12.0 GiB" in lines["beta/gpu1"]
 
 
+def test_a_rank_whose_number_comes_late_has_a_steady_rate() -> None:
+    run = LiveRun()
+    run.take(RunEvent("start", 0, 100, START), 0.0)
+    for step in range(1, 8):
+        late = step // 2 * 2 * 50_000
+        run.take(RunEvent("train", step, 100, trained(step, sent_bytes=[step * 50_000, late])), 0.5 * step)
+        assert text_of(run, 119).count("sends 100 kB/s") == (step > 1) + (step > 3)
+    others = {"replica": 1, "memory_bytes": [1 << 30, 1 << 30], "sent_bytes": [3, 3]}
+    run.take(RunEvent("train", 8, 100, trained(8, **others)), 4.0)
+    assert "sends" not in text_of(run, 119)
+
+
 def test_warnings_and_evaluations_get_a_line_above_the_view() -> None:
     run = a_run()
     assert run.take(RunEvent("warning", 3, 50, {"text": "it is late"}), 1.0) == "step  3/50  it is late"
@@ -140,7 +152,7 @@ def test_a_process_prints_lines_unless_a_view_reads_its_output(
 # A terminal
 
 
-SHOWN = """
+SHOWN = r"""
 import os, subprocess, sys
 from bireme.report.live_view import live_view
 from bireme.report.run_lines import RunLines
@@ -159,6 +171,12 @@ try:
         sys.stderr.write("half a line")
         sys.stderr.flush()
         lines.show("warning", 20, {"text": "it is late"})
+        if "BIREME_EVENTS" in os.environ:
+            os.write(2, b'as on Windows\r\n\x1etorn from its event\n\x1e{}\x1e{"torn\n')
+        if "damaged" in sys.argv:
+            lines.show("train", 30, {})
+            os.write(2, b"a line of much output\n" * 9999)
+            lines.show("train", 40, {})
         os.write(2, b"without an end")
         if "interrupt" in sys.argv:
             raise KeyboardInterrupt
@@ -205,6 +223,9 @@ def test_output_scrolls_above_the_view_and_the_terminal_is_left_clean(words: tup
         "on False False",
         "half a line",
         "it is late",
+        "torn from its event",
+        "as on Windows",
+        '{"torn',
     ):
         assert f"{line}\n" in text, line
     view = text.rindex("step 20/100")
@@ -215,6 +236,16 @@ def test_output_scrolls_above_the_view_and_the_terminal_is_left_clean(words: tup
     assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l")
     assert "\x1e" not in found
     assert "\x1b[32m" in found
+
+
+def test_a_view_that_fails_passes_all_output_on() -> None:
+    found = in_a_terminal("damaged")
+    text = plain(found)
+    assert text.count("a line of much output\n") == 9999
+    assert text.index("after False") > text.rindex("a line of much output")
+    assert "KeyError: 'loss'" in text
+    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l")
+    assert "\x1e" not in found
 
 
 def test_a_terminal_without_color_or_without_a_cursor_gets_what_it_can_show() -> None:

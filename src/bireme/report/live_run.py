@@ -55,9 +55,9 @@ class LiveRun:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_LOSSES))
     _evaluated: tuple[int, float] | None = None
     _saved: int | None = None
-    _sent: tuple[float, list[int | None]] | None = None
-    """When the ranks had sent these bytes."""
-    _rates: list[float | None] = field(default_factory=list)
+    _sent: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """The bytes that ranks have sent, by their indices in the lists of the log, and when each number came."""
+    _rates: dict[int, float] = field(default_factory=dict)
     _shares: Sequence[int] = ()
     """Samples of a batch that each replica trains."""
     _away: set[int] = field(default_factory=set)
@@ -73,11 +73,13 @@ class LiveRun:
             case "start":
                 self.has_begun, self._start = True, values
                 self._begin = self._last = event.step, now_s
-                self._sent, self._rates = None, []
+                self._sent, self._rates = {}, {}
             case "train":
+                if values.get("replica") != self._train.get("replica"):  # the lists are of other ranks now
+                    self._sent, self._rates = {}, {}
                 self._train = values
-                self._losses.append(values["loss"] if values["loss"] is not None else math.nan)
-                self._note_sent(values.get("sent_bytes") or [], now_s)
+                self._losses.append(values["loss"])
+                self._note_sent(values["sent_bytes"], now_s)
             case "evaluation":
                 self._evaluated = event.step, values["loss"]
             case "checkpoint":
@@ -97,15 +99,15 @@ class LiveRun:
             line.truncate(width)
         return found
 
-    def _note_sent(self, sent: list[int | None], now_s: float) -> None:
-        if self._sent is not None:
-            before_s, before = self._sent
-            pairs = zip(sent, before, strict=False)
-            self._rates = [
-                None if new is None or old is None or now_s <= before_s else (new - old) / (now_s - before_s)
-                for new, old in pairs
-            ]
-        self._sent = now_s, sent
+    def _note_sent(self, sent: Sequence[int | None], now_s: float) -> None:
+        """Numbers of other ranks come late to the log, so some lines have those of the line before."""
+        for index, new in enumerate(sent):
+            if new is None:
+                continue
+            before_s, before = self._sent.setdefault(index, (now_s, new))
+            if new != before and now_s > before_s:
+                self._rates[index] = (new - before) / (now_s - before_s)
+                self._sent[index] = now_s, new
 
     @property
     def _signs(self) -> _Signs:
@@ -135,8 +137,7 @@ class LiveRun:
         if not self._train:
             yield Text("waiting for the first steps", "dim")
             return
-        loss = self._train["loss"]
-        label = f"loss {loss:.4f}" if loss is not None else "loss nan"
+        label = f"loss {self._train['loss']:.4f}"
         room = min(width - len(label) - 2, _SPARKS)
         yield Text.assemble((label, "bold"), "  ", (self._sparkline(room), "cyan"))
         parts = [] if (speed := speed_text(self._train)) is None else [speed]
@@ -204,7 +205,7 @@ class LiveRun:
             text += f" of {bytes_text(limit)}"
         elif not num_bytes and (samples := _at(self._shares, replica)) is not None:
             text = f"{counted(samples, 'sample')} a batch"
-        sent, link = _at(self._rates, place), _at(start.get("link_bytes_per_s") or (), rank)
+        sent, link = self._rates.get(place), _at(start.get("link_bytes_per_s") or (), rank)
         sends = "" if sent is None else f"sends {_rate(sent)}"
         sends += f" of {_rate(link)}" if sends and link else ""
         return _RankRow(label, text, sends, num_bytes / limit if num_bytes and limit else None)

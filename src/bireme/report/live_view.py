@@ -43,11 +43,11 @@ def live_view() -> Iterator[None]:
     _flush()
     kept = [os.dup(file) for file in files]
     reader, writer = os.pipe()
-    for file in files:
-        os.dup2(writer, file)
-    os.environ[EVENTS] = "1"
     screen = _Screen(reader, kept[0], errors.encoding)
     try:
+        for file in files:
+            os.dup2(writer, file)
+        os.environ[EVENTS] = "1"
         yield
     finally:
         os.environ.pop(EVENTS, None)
@@ -78,7 +78,7 @@ class _Screen:
         self._live = Live(
             console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
-        self._drawn_s, self._rest = 0.0, b""
+        self._drawn_s, self._rest, self._is_open = 0.0, b"", True
         self._thread = threading.Thread(target=self._work, name="bireme view", daemon=True)
         self._thread.start()
 
@@ -86,15 +86,18 @@ class _Screen:
         """Draw the last picture, and leave the cursor below it."""
         self._thread.join()
         os.close(self._reader)
-        self._console.file.close()
+        with suppress(OSError):
+            self._console.file.close()
 
     def _work(self) -> None:
-        is_open, is_new = True, False
+        lines, is_new = list[str](), False
         try:
-            while is_open:
+            while self._is_open:
                 wait_s = max(self._drawn_s + _BETWEEN_S - monotonic(), 0.0) if is_new else _CLOCK_S
                 if select.select([self._reader], [], [], wait_s)[0]:
-                    is_open, is_new = self._read(), True
+                    lines = self._read()
+                    self._print(lines)
+                    lines, is_new = [], True
                 if not is_new or monotonic() - self._drawn_s >= _BETWEEN_S:
                     self._draw()
                     is_new = False
@@ -102,27 +105,36 @@ class _Screen:
         finally:
             with suppress(OSError):  # if the terminal is gone, the writers of the pipe must not wait
                 self._live.stop()
+            while lines or self._is_open:  # nor after an error here, which is printed at the end
+                texts = (line.partition(MARK)[0] for line in lines if not line.startswith(MARK))
+                with suppress(OSError):
+                    os.write(self._terminal, "".join(f"{text}\n" for text in texts).encode())
+                lines = self._read() if self._is_open else []
 
-    def _read(self) -> bool:
-        """Take what is in the pipe; False after its last line."""
+    def _read(self) -> list[str]:
+        """The next lines of the pipe, which is open until its last line."""
         found = os.read(self._reader, _MOST_BYTES)
         *lines, self._rest = (self._rest + found).split(b"\n")
-        is_end = any(line.endswith(_END) for line in lines)
-        texts = list(self._texts(line.decode(errors="replace") for line in lines))
+        self._is_open = bool(found) and not any(line.endswith(_END) for line in lines)
+        return [line.decode(errors="replace").rstrip("\r") for line in lines]
+
+    def _print(self, lines: Iterable[str]) -> None:
+        texts = list(self._texts(lines))
         if texts:
-            with suppress(OSError):  # if the terminal is gone, the writers of the pipe must not wait
+            with suppress(OSError):  # as above
                 self._console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True)
-        return bool(found) and not is_end
 
     def _texts(self, lines: Iterable[str]) -> Iterator[str]:
         """The text of some lines of output. Events change the view, and few of them have a text."""
         for line in lines:
-            text, mark, _ = line.partition(MARK)  # a process may have left a line without an end
-            if text or not mark:
+            text, *marked = line.split(MARK)  # a process may have left a line without an end
+            if text or not marked:
                 yield text
-            event = event_in(line[len(text) :])
-            if event is not None and (own := self._run.take(event, monotonic())) is not None:
-                yield own
+            for one in filter(None, marked):
+                event = event_in(MARK + one)
+                own = one if event is None else self._run.take(event, monotonic())
+                if own is not None:
+                    yield own
 
     def _draw(self) -> None:
         """Draw the newest figures, if the run has begun."""
