@@ -79,6 +79,8 @@ class _Screen:
             console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
         self._drawn_s, self._rest, self._is_open = 0.0, b"", True
+        self._lines: list[str] = []
+        """Those that were read and are not shown yet."""
         self._thread = threading.Thread(target=self._work, name="bireme view", daemon=True)
         self._thread.start()
 
@@ -90,26 +92,31 @@ class _Screen:
             self._console.file.close()
 
     def _work(self) -> None:
-        lines, is_new = list[str](), False
         try:
-            while self._is_open:
-                wait_s = max(self._drawn_s + _BETWEEN_S - monotonic(), 0.0) if is_new else _CLOCK_S
-                if select.select([self._reader], [], [], wait_s)[0]:
-                    lines = self._read()
-                    self._print(lines)
-                    lines, is_new = [], True
-                if not is_new or monotonic() - self._drawn_s >= _BETWEEN_S:
-                    self._draw()
-                    is_new = False
-            self._draw()
-        finally:
-            with suppress(OSError):  # if the terminal is gone, the writers of the pipe must not wait
+            with suppress(OSError):  # the terminal is gone
+                self._show()
+        finally:  # after an error too, which is printed at the end: the writers of the pipe must not wait
+            with suppress(OSError):
                 self._live.stop()
-            while lines or self._is_open:  # nor after an error here, which is printed at the end
-                texts = (line.partition(MARK)[0] for line in lines if not line.startswith(MARK))
+            while self._lines or self._is_open:
+                texts = (line.partition(MARK)[0] for line in self._lines if not line.startswith(MARK))
                 with suppress(OSError):
                     os.write(self._terminal, "".join(f"{text}\n" for text in texts).encode())
-                lines = self._read() if self._is_open else []
+                self._lines = self._read() if self._is_open else []
+
+    def _show(self) -> None:
+        is_new = False
+        while self._is_open:
+            wait_s = max(self._drawn_s + _BETWEEN_S - monotonic(), 0.0) if is_new else _CLOCK_S
+            if select.select([self._reader], [], [], wait_s)[0]:
+                self._lines = self._read()
+                if texts := list(self._texts(self._lines)):
+                    self._console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True)
+                self._lines, is_new = [], True
+            if not is_new or monotonic() - self._drawn_s >= _BETWEEN_S:
+                self._draw()
+                is_new = False
+        self._draw()
 
     def _read(self) -> list[str]:
         """The next lines of the pipe, which is open until its last line."""
@@ -117,12 +124,6 @@ class _Screen:
         *lines, self._rest = (self._rest + found).split(b"\n")
         self._is_open = bool(found) and not any(line.endswith(_END) for line in lines)
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
-
-    def _print(self, lines: Iterable[str]) -> None:
-        texts = list(self._texts(lines))
-        if texts:
-            with suppress(OSError):  # as above
-                self._console.print(Text.from_ansi("\n".join(texts)), soft_wrap=True)
 
     def _texts(self, lines: Iterable[str]) -> Iterator[str]:
         """The text of some lines of output. Events change the view, and few of them have a text."""
@@ -141,12 +142,10 @@ class _Screen:
         self._drawn_s = monotonic()
         if not self._run.has_begun:
             return
-        with suppress(OSError):
-            size = os.get_terminal_size(self._terminal)
-            if size.columns and size.lines:
-                self._console.size = size
-        with suppress(OSError):
-            if not self._live.is_started:
-                self._live.start()
-            lines = self._run.lines(self._console.width - 1, monotonic())
-            self._live.update(Group(*lines), refresh=True)
+        size = os.get_terminal_size(self._terminal)
+        if size.columns and size.lines:
+            self._console.size = size
+        if not self._live.is_started:
+            self._live.start()
+        lines = self._run.lines(self._console.width - 1, monotonic())
+        self._live.update(Group(*lines), refresh=True)
