@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -135,15 +136,36 @@ def test_damage_is_a_sentence(tmp_path: Path) -> None:
         check_weights(graph_of(model), folder)
 
 
-def test_metadata_that_would_run_code_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ((os.mkdir, ("ran",)), "it holds .*mkdir"),
+        ((getattr, (Path, "home")), "it reads home of Path"),
+        ((getattr, (torch.Size([1]), "numel")), "must be a class"),
+    ],
+)
+def test_metadata_that_would_run_code_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, ...], why: str
+) -> None:
     class Evil:
         def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "ran"),)
+            return call
 
+    monkeypatch.chdir(tmp_path)
     (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(BiremeError, match=r"it holds .*mkdir, which no metadata need"):
+    with pytest.raises(BiremeError, match=why):
         DcpWeights(tmp_path / METADATA)
     assert not (tmp_path / "ran").exists()
+
+
+def test_members_of_an_enum_are_read_as_early_python_3_11_writes_them(tmp_path: Path) -> None:
+    class Early:
+        def __reduce__(self) -> Any:
+            return getattr, (_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Early()))
+    with pytest.raises(BiremeError, match="is not the metadata"):  # and not: is damaged
+        DcpWeights(tmp_path / METADATA)
 
 
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`bireme watch`: the page of a run over HTTP, for a browser on this machine and for no one else."""
 
+import math
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ def test_the_page_follows_a_run_from_before_its_begin_to_a_damaged_log(
 ) -> None:
     monkeypatch.setattr("bireme.report.page.server._LEAST_S", 0.0)
     monkeypatch.setattr("bireme.report.page.server._PACE", 0.0)
+    monkeypatch.setattr("bireme.report.page.server._AGE_S", math.inf)
     folder = tmp_path / "later"
     with served(folder) as server:
         first = page_of(server, "version")
@@ -54,7 +56,10 @@ def test_the_page_follows_a_run_from_before_its_begin_to_a_damaged_log(
         assert "Line " in page_of(server)
 
 
-def test_a_page_that_takes_long_is_not_made_again_at_once(tmp_path: Path) -> None:
+def test_a_page_that_takes_long_is_not_made_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bireme.report.page.server._LEAST_S", math.inf)
     folder = make_run(tmp_path / "run")
     page = LivePage(folder, "0.1.0")
     before = page.newest()

@@ -103,8 +103,8 @@ def read(port: int, path: str) -> tuple[int, str, str]:
 
 def test_figures_are_served_until_the_log_of_the_run_is_closed(tmp_path: Path) -> None:
     tracker = Prometheus("127.0.0.1", 0, "run", 100)
-    port = tracker.port
-    assert port is not None
+    assert tracker.server is not None
+    port = tracker.server.port
     log = MetricsLog(tmp_path / "metrics.jsonl", trackers=[tracker])
     log.note("train", 10, **TRAINED)
     status, kind, text = read(port, "/metrics")

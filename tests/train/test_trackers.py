@@ -2,14 +2,16 @@
 
 import importlib
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bireme.train.run_log import MetricsLog
-from bireme.train.trackers import BackgroundTracker, MLflow, WandB, curves_of
+from bireme.train.trackers import BackgroundTracker, MLflow, Tracker, WandB, curves_of
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
 
@@ -30,6 +32,27 @@ def test_curves_are_the_numbers_of_training_and_evaluation() -> None:
     evaluation = {"loss": 1.0, "sources": {"texts/": 0.5, "hf:x": None}}
     assert curves_of("evaluation", evaluation) == {"evaluation/loss": 1.0, "evaluation/loss_of/texts_": 0.5}
     assert curves_of("checkpoint", {"loss": 1.0}) == {}
+
+
+def test_a_tracker_gets_one_line_at_a_time(tmp_path: Path) -> None:
+    class Counting(Tracker):
+        num_inside = most_inside = count = 0
+
+        def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+            self.num_inside += 1
+            self.most_inside = max(self.most_inside, self.num_inside)
+            time.sleep(0.005)
+            self.num_inside -= 1
+            self.count += 1
+
+        def _close(self) -> None: ...
+
+    counting = Counting()
+    log = MetricsLog(tmp_path / "metrics.jsonl", trackers=[counting])
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda step: log.note("warning", step), range(20)))
+    log.close()
+    assert (counting.count, counting.most_inside) == (20, 1)
 
 
 def test_mlflow_has_the_curves_of_a_run_and_of_its_continuation(

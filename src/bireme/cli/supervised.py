@@ -102,6 +102,7 @@ def _wait(pid: int) -> tuple[bool, int]:
                 return is_asked, status
         elif number == signal.SIGTSTP:  # of a terminal: all stop, and go on together
             os.killpg(pid, signal.SIGSTOP)
+            _show_cursor()
             os.kill(os.getpid(), signal.SIGSTOP)
             os.killpg(pid, signal.SIGCONT)
         else:
@@ -141,7 +142,7 @@ def _end_like(status: int) -> None:
 
 
 def _show_cursor() -> None:
-    """The live view of a launcher that was killed has left the terminal without a cursor."""
+    """The live view of a launcher that was stopped or killed has left the terminal without a cursor."""
     if sys.stderr.isatty():
         typer.echo("\x1b[?25h", err=True, nl=False)
 

@@ -6,12 +6,10 @@ OpenTelemetry read the same format.
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
 from typing import Any
 
 from bireme.train.trackers import Tracker
+from bireme.wire.text_server import HttpServer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,16 +65,14 @@ class Prometheus(Tracker):
             if name.endswith("_total") and name != "bireme_sent_bytes_total":
                 self._set(name, 0.0)
         self._run, self._devices = run, list[str]()
-        self._server: _Server | None = None
+        self.server: HttpServer | None = None
+        """None if the port is taken."""
         try:
-            self._server = _Server(host, port, self)
+            self.server = HttpServer(host, port, self._answered)
         except OSError as error:
             self._fail(error)
-
-    @property
-    def port(self) -> int | None:
-        """The port that it listens on; None if there is none."""
-        return None if self._server is None else int(self._server.server_address[1])
+        else:
+            threading.Thread(target=self.server.serve_forever, name="bireme prometheus", daemon=True).start()
 
     def text(self) -> str:
         """All figures, in the text format of Prometheus."""
@@ -124,8 +120,14 @@ class Prometheus(Tracker):
                 self._add("bireme_warnings_total", 1)
 
     def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+
+    def _answered(self, _host: str, path: str) -> tuple[int, str, str]:
+        is_known = path.split("?")[0] == "/metrics"
+        text = self.text() if is_known else "The figures are at /metrics.\n"
+        return 200 if is_known else 404, text, CONTENT_TYPE
 
     def _set(self, name: str, value: float | None) -> None:
         self._found[name] = [] if value is None else [({}, float(value))]
@@ -149,36 +151,3 @@ def _escaped(text: str) -> str:
 def _number(value: float) -> str:
     text = f"{value:.17g}"
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: "_Server"
-
-    def do_GET(self) -> None:
-        is_known = self.path.split("?")[0] == "/metrics"
-        text = self.server.figures.text() if is_known else "The figures are at /metrics.\n"
-        found = text.encode()
-        self.send_response(200 if is_known else 404)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(found)))
-        self.end_headers()
-        with suppress(OSError):  # the reader has left
-            self.wfile.write(found)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (as the standard library calls it)
-        """Requests are not logged."""
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, host: str, port: int, figures: Prometheus) -> None:
-        if ":" in host:
-            self.address_family = AF_INET6
-        self.figures = figures
-        super().__init__((host, port), _Handler)
-        threading.Thread(target=self.serve_forever, name="bireme prometheus", daemon=True).start()
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()

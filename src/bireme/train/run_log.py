@@ -59,8 +59,8 @@ class MetricsLog:
         with self._lock:
             self._waiting += text.translate(_LINE_ENDS).encode()
             self._write()
-        for tracker in self._trackers:
-            tracker.note(kind, step, values)
+            for tracker in self._trackers:
+                tracker.note(kind, step, values)
 
     def close(self) -> None:
         """End the files."""

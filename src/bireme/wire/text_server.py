@@ -1,13 +1,17 @@
-"""A server of texts: one thread, one authenticated connection for each client.
+"""Servers of texts: to processes of a run, and over HTTP to browsers and collectors of figures.
 
-The coordinator and the store of a run are such servers. Messages to a client wait until the kernel takes
-them. A message replaces an earlier one of the same kind, so a client that reads slowly gets only the last.
+The coordinator and the store of a run are servers of the first kind: one thread, one authenticated connection
+for each client. Messages to a client wait until the kernel takes them. A message replaces an earlier one of
+the same kind, so a client that reads slowly gets only the last.
 """
 
 import select
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 from bireme.errors import BiremeError
@@ -141,3 +145,47 @@ class TextServer:
             self._clients.discard(client)
             self._poller.forget(client.file)
             client.connection.close()
+
+
+class HttpServer(ThreadingTCPServer):
+    """Answers GET requests, each in a thread. Port 0 is a free one.
+
+    `answer` gets the host that a request names and its path. It gives the status, the text, and its type.
+    """
+
+    allow_reuse_address = daemon_threads = True
+
+    def __init__(self, host: str, port: int, answer: Callable[[str, str], tuple[int, str, str]]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.answer = answer
+        super().__init__((host, port), _HttpHandler)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.server_address[1])
+
+
+class _HttpHandler(BaseHTTPRequestHandler):
+    server: HttpServer
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+        status, text, kind = self.server.answer(host, self.path)
+        found = text.encode()
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Content-Length", str(len(found))),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+        ):
+            self.send_header(name, value)
+        with suppress(OSError):  # the reader has left
+            self.end_headers()
+            self.wfile.write(found)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (as the standard library calls it)
+        """Requests are not logged."""

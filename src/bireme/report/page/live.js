@@ -36,8 +36,9 @@
   const turn = async () => {
     try {
       const newest = await (await fetch("version", { cache: "no-store" })).text();
-      if (newest !== version && !isInUse()) replace(await (await fetch("./", { cache: "no-store" })).text());
-      note(newest === version ? "live" : "live; new figures wait until you zoom out");
+      const waits = newest !== version && isInUse();
+      if (newest !== version && !waits) replace(await (await fetch("./", { cache: "no-store" })).text());
+      note(waits ? "live; new figures wait until you zoom out and select no text" : "live");
     } catch {
       note("bireme watch has ended: this page is not updated any more");
     }

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time
@@ -17,9 +16,11 @@ from time import monotonic, time
 from bireme.errors import BiremeError
 from bireme.report.page.page import page, waiting_page
 from bireme.report.page.run import read_run
+from bireme.wire.text_server import HttpServer
 
 HOST = "127.0.0.1"
 _NAMES = frozenset({HOST, "localhost"})
+_PLAIN = "text/plain; charset=utf-8"
 
 _FILES = (
     "metrics.jsonl",
@@ -80,16 +81,14 @@ class LivePage:
             return waiting_page(self._folder.resolve().name, str(error), self._program, state)
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(HttpServer):
     """Serves the newest page at `address`. Port 0 is a free one."""
 
-    daemon_threads = True
-
     def __init__(self, newest: Callable[[], tuple[str, str]], port: int) -> None:
-        self.newest = newest
-        self.token = secrets.token_urlsafe(16)
+        self._newest = newest
+        self._token = secrets.token_urlsafe(16)
         try:
-            super().__init__((HOST, port), _PageHandler)
+            super().__init__(HOST, port, self._answered)
         except OSError as error:
             why = error.strerror or error
             raise BiremeError(
@@ -99,40 +98,15 @@ class PageServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """The page's address for a browser."""
-        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+        return f"http://{HOST}:{self.port}/{self._token}/"
 
-
-class _PageHandler(BaseHTTPRequestHandler):
-    server: PageServer
-
-    def do_GET(self) -> None:
-        name = (self.headers.get("Host") or "").rsplit(":", 1)[0]
-        token, _, rest = self.path.removeprefix("/").partition("/")
-        if name not in _NAMES:
-            self._answer(403, "This address is for a browser on the same machine.\n", "text/plain")
-        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._answer(404, "Open the address that bireme watch has printed.\n", "text/plain")
-        elif rest in ("", "version"):
-            version, text = self.server.newest()
-            self._answer(200, *((text, "text/html") if not rest else (version, "text/plain")))
-        else:
-            self._answer(404, "There is only the page.\n", "text/plain")
-
-    def _answer(self, status: int, text: str, kind: str) -> None:
-        found = text.encode()
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(found))),
-            ("Cache-Control", "no-store"),
-            ("Referrer-Policy", "no-referrer"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        with suppress(OSError):  # the browser has left
-            self.wfile.write(found)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (as the standard library calls it)
-        """Requests are not logged."""
+    def _answered(self, host: str, path: str) -> tuple[int, str, str]:
+        token, _, rest = path.removeprefix("/").partition("/")
+        if host not in _NAMES:
+            return 403, "This address is for a browser on the same machine.\n", _PLAIN
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
+            return 404, "Open the address that bireme watch has printed.\n", _PLAIN
+        if rest not in ("", "version"):
+            return 404, "There is only the page.\n", _PLAIN
+        version, text = self._newest()
+        return (200, version, _PLAIN) if rest else (200, text, "text/html; charset=utf-8")
