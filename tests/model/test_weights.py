@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError
+from bireme.model import weights
 from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, ModelState
-from bireme.model.weights import check_weights, load_weights, materialize
+from bireme.model.weights import check_weights, load_weights, materialize, open_weights
 
 
 class Block(nn.Module):
@@ -329,6 +330,38 @@ def test_only_the_shards_that_are_needed_are_opened_and_once(
     graph = holding("layers.0.weight", "layers.1.weight", "head.weight")
     load_weights(graph, ["base.layers.1.weight", "base.layers.1.weight"], folder)
     assert opened == ["model-1.safetensors"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="Linux lists what is mapped")
+def test_files_of_a_large_model_are_not_resident_while_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"layers.{number}.weight" for number in range(16)]
+    path = tmp_path / "model.safetensors"
+    pytest.importorskip("safetensors.torch").save_file(
+        {name: torch.full((256, 256), float(number)) for number, name in enumerate(names)}, path
+    )
+    states = tuple(ModelState(name, (256, 256), "bfloat16", True) for name in names)
+    limit = 4 * 256 * 256 * 4
+    monkeypatch.setattr(weights, "_MAPPED_BYTES", limit - 1)
+    most = 0
+    with open_weights(Graph("model", True, 1, True, (), states, (), (), (), ()), tmp_path) as read:
+        for number, name in enumerate(names):
+            assert (read(name) == number).all()
+            most = max(most, mapped_bytes(path))
+    assert 0 < most < 2 * limit < path.stat().st_size
+
+
+def mapped_bytes(path: Path) -> int:
+    """The resident bytes of a file that this process has mapped."""
+    of_file, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            of_file = line.endswith(str(path))
+        elif of_file and name == "Rss:":
+            found += 1024 * int(rest[0])
+    return found
 
 
 @pytest.mark.parametrize("prefix", ["", "base.", "outer.base."])

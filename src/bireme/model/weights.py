@@ -42,6 +42,9 @@ METADATA = ".metadata"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
+_MAPPED_BYTES = 2**25
+"""Bytes of tensors after which files are opened anew: what was read of an open one counts as memory."""
+
 
 def load_weights(
     graph: Graph,
@@ -138,6 +141,7 @@ class _Folder:
         self.reads_data = reads_data
         self.open_files = ExitStack()
         self.handles: dict[str, Any] = {}
+        self.mapped_bytes = 0
         self.where: dict[str, str] = {}
         """The file of every tensor."""
         self.dcp: DcpWeights | None = None
@@ -205,6 +209,10 @@ class _Folder:
         """One tensor."""
         if self.dcp is not None:
             return self.dcp.read(key) if self.reads_data else self.dcp.blank(key, "meta")
+        if self.mapped_bytes > _MAPPED_BYTES:
+            self.open_files.close()
+            self.handles.clear()
+            self.mapped_bytes = 0
         handle = self._handle(self.where[key])
         if key not in handle.keys():  # noqa: SIM118 - it is no mapping
             path = self.folder / self.where[key]
@@ -212,6 +220,7 @@ class _Folder:
         if not self.reads_data:
             return torch.empty(handle.get_slice(key).get_shape(), device="meta")
         tensor: Tensor = handle.get_tensor(key)
+        self.mapped_bytes += tensor.nbytes
         return tensor
 
 
