@@ -15,8 +15,8 @@ from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.train.captured_run import micro_batches
 from bireme.train.folder import RunFolder
-from bireme.train.plan_ahead import make_plan, may_plan_ahead, plan_made_ahead
 from bireme.train.plan_search import ProfiledRun
+from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead
 from bireme.train.rank_zero_setup import most_replicas
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_profiles import gpt

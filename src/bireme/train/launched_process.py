@@ -52,8 +52,7 @@ from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome
-from bireme.train.plan_ahead import plan_ahead
-from bireme.train.prepare import PreparedRun
+from bireme.train.prepare import PreparedRun, plan_ahead
 from bireme.train.private_census import (
     Census,
     census_from,

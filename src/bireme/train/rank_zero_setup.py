@@ -33,9 +33,15 @@ from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
-from bireme.train.plan_ahead import Loss, may_plan_ahead
 from bireme.train.plan_search import RECORDED, ProfiledRun, chooses_batch, with_batch_of
-from bireme.train.prepare import PreparedRun, prepare, prepared_again, write_prepared
+from bireme.train.prepare import (
+    AfterLoss,
+    PreparedRun,
+    may_plan_ahead,
+    prepare,
+    prepared_again,
+    write_prepared,
+)
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
 from bireme.train.run_copies import newest_state, start_name
@@ -166,7 +172,7 @@ class RunSetup:
     threads: int | None
     nodes: Nodes
     copies: str = ""
-    losses: tuple[Loss, ...] = ()
+    losses: tuple[AfterLoss, ...] = ()
 
     @property
     def step(self) -> int:
@@ -443,7 +449,7 @@ def _forecast(prepared: PreparedRun | None, begun: RunFolder | None, nodes: Node
     return PhaseForecast(None if plan.forecast is None else plan.forecast.batch_s, before_s, idle)
 
 
-def _losses(run: RunFile, nodes: Nodes, texts: Sequence[str]) -> tuple[Loss, ...]:
+def _losses(run: RunFile, nodes: Nodes, texts: Sequence[str]) -> tuple[AfterLoss, ...]:
     """The run as it would be set up without each machine, but for this one, which has rank 0."""
     found = []
     for lost in [*nodes][1:] if run.cluster.source is None else ():
