@@ -12,11 +12,11 @@ import bireme
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph_file import graph_hash
+from bireme.model.weights import Weights
 from bireme.plan.forecast import Origin
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, write_plan
 from bireme.runtime.launch import launch
-from bireme.runtime.layout import Weights
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.world import World

@@ -17,12 +17,13 @@ from bireme.model.graph import Graph, ModelState
 from bireme.model.halves import GradientHook, feeding
 from bireme.model.stage import SegmentedFunction, StageFunction, stage_function, torch_operator
 from bireme.model.units import LinearMap, Unit, chosen_maps, units_of
+from bireme.model.weights import Weights
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan, even_cuts
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
 from bireme.runtime.interpreter import Interpreter
-from bireme.runtime.layout import Layout, Weights, layout_of, work_of
+from bireme.runtime.layout import Layout, layout_of, work_of
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.optimizers import OptimizerFactory

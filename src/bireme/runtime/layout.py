@@ -18,8 +18,7 @@ from bireme.model.graph import Graph, references
 from bireme.model.stage import torch_operator
 from bireme.model.torch_private import schema_of
 from bireme.model.units import Unit
-from bireme.model.weights import Weights as Weights
-from bireme.model.weights import materialize
+from bireme.model.weights import Weights, materialize
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.program_plan import ProgramPlan

@@ -21,6 +21,7 @@ from bireme.model.capture import Inputs, Loss
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
+from bireme.model.weights import Weights
 from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer, Stopwatch
@@ -35,7 +36,6 @@ from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import (
     AnyPlan,
     Layout,
-    Weights,
     for_replicas,
     layout_of,
     named_plan,

@@ -25,7 +25,7 @@ from bireme.errors import BiremeError
 from bireme.model.graph import Graph, Reference, Value
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import units_of
-from bireme.runtime.layout import Weights
+from bireme.model.weights import Weights
 from bireme.train.data.encoding import chat_form
 from bireme.train.data.prepare import vocabulary_of
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from torch import Tensor
 from bireme.errors import BiremeError
 from bireme.files import new_folder
 from bireme.model.graph import Graph
-from bireme.runtime.layout import Weights
+from bireme.model.weights import Weights
 from bireme.train.checkpoint.manifest import FileEntry
 from bireme.train.checkpoint.shard import SavedTensors, write_shard
 

@@ -23,8 +23,7 @@ from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
-from bireme.model.weights import check_weights, load_weights, materialize, packing
-from bireme.runtime.layout import Weights
+from bireme.model.weights import Weights, check_weights, load_weights, materialize, packing
 from bireme.train.data.own import own_samples
 from bireme.train.initial_weights import InitialWeights, read_initial
 from bireme.train.run_file import RunFile

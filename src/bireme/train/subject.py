@@ -13,9 +13,8 @@ import torch
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.weights import check_weights, load_weights
+from bireme.model.weights import Weights, check_weights, load_weights
 from bireme.plan.plan_file import load_plan
-from bireme.runtime.layout import Weights
 from bireme.train.base_weights import base_of_checkpoint, check_same_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step

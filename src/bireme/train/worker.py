@@ -15,13 +15,13 @@ from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph
+from bireme.model.weights import Weights
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan, read_windows
 from bireme.profile.profile import Profile
 from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.for_others import KEPT_BYTES
-from bireme.runtime.layout import Weights
 from bireme.runtime.measuring.batch_end import replica_times
 from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
