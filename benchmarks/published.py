@@ -292,19 +292,17 @@ def pipeline_rate(profile: Profile, cluster: Cluster, size: int, **asked: Any) -
     return best_rate(profile, cluster, request)
 
 
-def data_parallel_rate(profile: Profile, cluster: Cluster, size: int) -> float:
-    """Samples a second if each device has the whole model and one micro-batch of each batch."""
+def replicas_rate(profile: Profile, cluster: Cluster, size: int, count: int = 1, **asked: Any) -> float:
+    """Samples a second if each device has the whole model and `count` micro-batches of each batch."""
     devices = tuple(placed.name for placed in cluster.devices())
-    plan = Plan(
-        (), 1, "sequential", len(devices), micro_batch_sizes=(size,) * len(devices), devices=(devices,)
-    )
-    request = PlanRequest(size * len(devices), recompute=Recompute.NEVER)
-    return forecast_of(plan, profile, cluster, request).samples_per_s
+    sizes = (size,) * len(devices)
+    plan = Plan((), count, "sequential", len(devices), micro_batch_sizes=sizes, devices=(devices,))
+    return forecast_of(plan, profile, cluster, PlanRequest(sum(sizes) * count, **asked)).samples_per_s
 
 
 def gain(profile: Profile, cluster: Cluster, size: int, **asked: Any) -> float:
     """The rate of a pipeline, by that of data parallelism."""
-    return pipeline_rate(profile, cluster, size, **asked) / data_parallel_rate(profile, cluster, size)
+    return pipeline_rate(profile, cluster, size, **asked) / replicas_rate(profile, cluster, size)
 
 
 def pipedream() -> Iterator[Published]:
@@ -339,7 +337,7 @@ def pipedream() -> Iterator[Published]:
     one = 1 / sum(unit.costs[0].forward_s + unit.costs[0].backward_s for unit in profile.units) * 32
     for words, found, rate in (
         ("7-1", 6.98, partial(pipeline_rate, profile, apart, 32, stage_widths=(7, 1))),
-        ("data parallelism", 6.98 / 5.12, partial(data_parallel_rate, profile, apart, 32)),
+        ("data parallelism", 6.98 / 5.12, partial(replicas_rate, profile, apart, 32)),
     ):
         yield Published(
             f"VGG16, 8 servers of a V100, 10 Gbit/s, {words}",
@@ -370,12 +368,8 @@ def eight(word: str) -> Cluster:
 
 def replica_tokens(name: str, word: str, size: int, count: int) -> float:
     """Tokens a second and device, in sequences of 1,024, of replicas on eight devices."""
-    cluster = eight(word)
-    devices = tuple(placed.name for placed in cluster.devices())
-    plan = Plan((), count, "sequential", 8, micro_batch_sizes=(size,) * 8, devices=(devices,))
     profile = likely_profile(shape_of(name), word, 1024, (size,))
-    request = PlanRequest(8 * size * count, value_bytes=2)
-    return forecast_of(plan, profile, cluster, request).samples_per_s * 1024 / 8
+    return replicas_rate(profile, eight(word), size, count, value_bytes=2) * 1024 / 8
 
 
 def pipelines(name: str, word: str, length: int, batch: int, depth: int) -> float:
