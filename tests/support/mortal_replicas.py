@@ -8,6 +8,7 @@ import importlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -279,10 +280,15 @@ class Replicas:
 
     @property
     def are_whole(self) -> bool:
-        """Whether every replica is a member in its present life."""
+        """Whether every replica is a member in its present life, and each of its ranks has the weights.
+
+        A member whose ranks still wait for sums has not what the run needs to go on without the others.
+        """
         members = {one.replica: one.life for one in self.hub.members}
-        return members == self.lives and not any(
-            life in self._killed for life in (Incarnation(*one) for one in members.items())
+        lives = [Incarnation(*one) for one in members.items()]
+        joined = Counter(rank.own_life for rank, seen in list(self.seen.items()) if seen.has_joined)
+        return members == self.lives and all(
+            joined[life] == self.depth and life not in self._killed for life in lives
         )
 
     def wait_until_present(self) -> None:

@@ -298,4 +298,4 @@ def encryption_of(run: RunFile, orders: Orders) -> str:
         text += f", but not those of {orders.backend}: people on the network can read and change its sums"
     if KEY not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         text += f". Set one {KEY} on all hosts, for torchrun's store passes the key of the run on unencrypted"
-    return f"{text} (docs/machines.md)."
+    return f"{text} (docs/security.md)."

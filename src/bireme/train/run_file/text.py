@@ -297,10 +297,10 @@ def _more(table: str) -> Iterator[str]:
         "[private-data.md](private-data.md) private samples.",
         "plan": "[plan.md](plan.md) explains planning, [schedules.md](schedules.md) the schedules.",
         "balance": "[balance.md](balance.md) explains shares.",
-        "links": "[slow-links.md](slow-links.md) explains codecs, [machines.md](machines.md) encryption.",
+        "links": "[slow-links.md](slow-links.md) explains codecs, [security.md](security.md) encryption.",
         "memory": "[offloading.md](offloading.md) explains offloading and shared optimizers.",
         "cluster": "[cluster.md](cluster.md) explains cluster files.",
-        "elastic": "[machines.md](machines.md#machines-that-come-and-go) explains phases.",
+        "elastic": "[machines.md](machines.md#phases) explains phases.",
         "sync": "[averaging.md](averaging.md) explains the modes, [replicas.md](replicas.md) quorum, "
         "[slow-links.md](slow-links.md) codecs of sums.",
     }
