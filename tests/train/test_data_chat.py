@@ -33,6 +33,7 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+SPACED = PLAIN.replace("[{{ m.role }}]", "{{ m.role }}: ").replace("[assistant]", "assistant: ")
 SHIFTING = "{{ messages | length }}" + PLAIN
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -58,6 +59,12 @@ def test_answers_count_and_nothing_else(template: str, tmp_path: Path) -> None:
     ends = np.flatnonzero(np.diff(row.counts.astype(int)))
     answers = [made.backend.decode(part) for part in np.split(row.ids, ends + 1)[1::2]]
     assert answers == ["value<end>", "return self.value<end>"]
+
+
+def test_a_space_before_an_answer_may_be_in_its_first_token(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, SPACED)
+    row = chat_form(made).encode(CHAT[:3], "row 0")
+    assert made.backend.decode(row.ids[row.counts]) == " value<end>"
 
 
 def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path: Path) -> None:

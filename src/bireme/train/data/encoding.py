@@ -138,6 +138,8 @@ class ChatTemplate:
                 continue
             begin = self._ids(messages[:place], asks=True) if place else []
             end = self._ids(messages[: place + 1])
+            if end[: len(begin)] != begin:
+                begin = begin[:-1]  # a space before the answer may be in one token with its first letters
             if ids[: len(end)] != end or end[: len(begin)] != begin:
                 raise BiremeError(
                     f"In {where} Bireme cannot tell which tokens are message {place + 1}: the tokenizer's "
