@@ -29,32 +29,24 @@ from bireme.train.run_file.table import (
 class Balancing(Table):
     """`[balance]`."""
 
-    mode: Literal["off", "start", "measured"] | None = Field(
-        default=None,
-        description="off keeps the plan's shares; start measures every replica before the first step; "
-        "measured lets shares follow the speed of the replicas while they train; by default measured where "
-        "devices of the plan's replicas differ in speed, else off. With groups and diloco, off gives all "
-        "replicas the same number of batches, and shares follow speeds otherwise",
-        examples=["measured"],
-    )
-    batch: Literal["keep", "grow"] = Field(
-        default="keep",
-        description="grow measures before the first step and sets training.batch_size to the samples that "
-        "all replicas train while the slowest one runs at its best rate; training.learning_rate grows in "
-        "proportion, with a warm-up",
-    )
-    margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        default=Policy().margin, description="Least part of a step's time that a change of shares must save"
-    )
-    every_steps: Steps = Field(
-        default=Policy().every,
-        description="Fewest steps between two changes of shares, unless the speed of a device jumps",
-    )
-    replan: bool = Field(
-        default=False,
-        description="Make a new plan at the next checkpoint if one stage, not a whole replica, has become "
-        "slow; under `bireme coordinate`, if that has lasted for `elastic.patience_s` and pays",
-    )
+    mode: Literal["off", "start", "measured"] | None = Field(default=None, examples=["measured"])
+    """off keeps the plan's shares; start measures every replica before the first step; measured lets shares
+    follow the speed of the replicas while they train; by default measured where devices of the plan's
+    replicas differ in speed, else off. With groups and diloco, off gives all replicas the same number of
+    batches, and shares follow speeds otherwise.
+    """
+    batch: Literal["keep", "grow"] = "keep"
+    """grow measures before the first step and sets training.batch_size to the samples that all replicas train
+    while the slowest one runs at its best rate; training.learning_rate grows in proportion, with a warm-up.
+    """
+    margin: Annotated[float, Field(ge=0, lt=1)] = Policy().margin
+    """Least part of a step's time that a change of shares must save."""
+    every_steps: Steps = Policy().every
+    """Fewest steps between two changes of shares, unless the speed of a device jumps."""
+    replan: bool = False
+    """Make a new plan at the next checkpoint if one stage, not a whole replica, has become slow; under
+    `bireme coordinate`, if that has lasted for `elastic.patience_s` and pays.
+    """
 
 
 # `[memory]` of a run file: what of a stage may lie on the host or on a disk, and what replicas share.
@@ -93,70 +85,48 @@ def _rate(value: str) -> str:
 class Memory(Table):
     """`[memory]`."""
 
-    device: Amount | None = Field(
-        default=None,
-        description="Memory that each process may use of its device, such as 6GB; auto is all of it. What "
-        "does not fit is offloaded to the host. If not set, nothing is offloaded",
-        examples=["6GB"],
-    )
-    host: Amount = Field(
-        default=AUTO,
-        description="Host memory that each process may offload to, 0 for none; auto is its share of the "
-        "host's",
-    )
-    disk: Text | None = Field(
-        default=None,
-        description="Folder on a disk of each machine that may be offloaded to; the file in it is removed "
-        "when the run ends",
-        examples=["/scratch"],
-    )
-    disk_bytes: Amount = Field(
-        default=AUTO,
-        description="Bytes of the disk that each process may use, such as 200GB; auto is its share of what "
-        "is free in the folder",
-    )
-    stashes: bool = Field(
-        default=True,
-        description="Offload the activations of micro-batches too, not only weights and optimizer",
-    )
-    optimizer: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description="Where the optimizer steps what is offloaded: on the device, after what it remembers was "
-        "fetched; on the host, where that stays, and only gradients come down and weights go up; or wherever "
-        "a batch is predicted to take less time (auto). On GPUs it steps on the device",
-        examples=["host"],
-    )
-    updates: Literal["agreed", "apart"] = Field(
-        default="agreed",
-        description="When stages that are offloaded step: after all have agreed on the gradient's norm and "
-        "on whether the batch counts (agreed), or each as soon as it has its own gradients, if a batch is "
-        "predicted to take less time that way (apart). The latter needs one replica and a schedule that "
-        "drains between batches. It clips by another rule: each stage by the norm of its own gradient, to "
-        "its share of training.clip_norm, and not all stages by the norm of the whole gradient",
-        examples=["apart"],
-    )
-    shard: Literal["none", "auto", "optimizer", "weights"] = Field(
-        default="none",
-        description="What the replicas of a stage share: nothing (none); the optimizer, of which each "
-        "replica then keeps and steps a part, and sends the others the new weights of it; weights and "
-        "gradients too (weights), which are then gathered where they are used; or whatever of these is "
-        "predicted to take the least time and fits (auto)",
-        examples=["optimizer"],
-    )
-    copies: Annotated[int, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="Second copies of each stage's weights and optimizer state, in the memory of another "
-        "process, which is on another machine if the run has several. After a loss the run goes on from them "
-        "instead of the last checkpoint. By default 1 with quorum and one replica, whose state no other "
-        "replica has; else 0",
-        examples=[1],
-    )
-    copy_rate: Annotated[str, AfterValidator(_rate)] | None = Field(
-        default=None,
-        description="Most that each machine sends for second copies, such as 50Mbit/s; by default a quarter "
-        "of the time of a link",
-        examples=["50Mbit/s"],
-    )
+    device: Amount | None = Field(default=None, examples=["6GB"])
+    """Memory that each process may use of its device, such as 6GB; auto is all of it. What does not fit is
+    offloaded to the host. If not set, nothing is offloaded.
+    """
+    host: Amount = AUTO
+    """Host memory that each process may offload to, 0 for none; auto is its share of the host's."""
+    disk: Text | None = Field(default=None, examples=["/scratch"])
+    """Folder on a disk of each machine that may be offloaded to; the file in it is removed when the run ends.
+    """
+    disk_bytes: Amount = AUTO
+    """Bytes of the disk that each process may use, such as 200GB; auto is its share of what is free in the
+    folder.
+    """
+    stashes: bool = True
+    """Offload the activations of micro-batches too, not only weights and optimizer."""
+    optimizer: Literal["auto", "device", "host"] = Field(default="auto", examples=["host"])
+    """Where the optimizer steps what is offloaded: on the device, after what it remembers was fetched; on the
+    host, where that stays, and only gradients come down and weights go up; or wherever a batch is predicted
+    to take less time (auto). On GPUs it steps on the device.
+    """
+    updates: Literal["agreed", "apart"] = Field(default="agreed", examples=["apart"])
+    """When stages that are offloaded step: after all have agreed on the gradient's norm and on whether the
+    batch counts (agreed), or each as soon as it has its own gradients, if a batch is predicted to take less
+    time that way (apart). The latter needs one replica and a schedule that drains between batches. It clips
+    by another rule: each stage by the norm of its own gradient, to its share of training.clip_norm, and not
+    all stages by the norm of the whole gradient.
+    """
+    shard: Literal["none", "auto", "optimizer", "weights"] = Field(default="none", examples=["optimizer"])
+    """What the replicas of a stage share: nothing (none); the optimizer, of which each replica then keeps and
+    steps a part, and sends the others the new weights of it; weights and gradients too (weights), which are
+    then gathered where they are used; or whatever of these is predicted to take the least time and fits
+    (auto).
+    """
+    copies: Annotated[int, Field(ge=0, le=1)] | None = Field(default=None, examples=[1])
+    """Second copies of each stage's weights and optimizer state, in the memory of another process, which is
+    on another machine if the run has several. After a loss the run goes on from them instead of the last
+    checkpoint. By default 1 with quorum and one replica, whose state no other replica has; else 0.
+    """
+    copy_rate: Annotated[str, AfterValidator(_rate)] | None = Field(default=None, examples=["50Mbit/s"])
+    """Most that each machine sends for second copies, such as 50Mbit/s; by default a quarter of the time of a
+    link.
+    """
 
     @property
     def copy_bytes_per_s(self) -> float | None:
@@ -231,36 +201,28 @@ class BoundaryLinks(Table):
 class LinkSchedule(Table):
     """`[links.schedule]`."""
 
-    first_fraction: Share = Field(
-        default=0.0, description="Share of the steps, at the beginning of the run, with first_codec"
-    )
-    first_codec: Codec = Field(
-        default="int8",
-        description="Codec of all boundaries in the first part of the run, in the notation of links.codec",
-    )
-    last_fraction: Share = Field(
-        default=0.0,
-        description="Share of the steps, at the end of the run, with last_codec: a model that was trained "
-        "with topk has adapted to missing entries, and needs some steps without it",
-    )
-    last_codec: Codec = Field(
-        default="int8",
-        description="Codec of all boundaries in the last part of the run, in the notation of links.codec",
-    )
+    first_fraction: Share = 0.0
+    """Share of the steps, at the beginning of the run, with first_codec."""
+    first_codec: Codec = "int8"
+    """Codec of all boundaries in the first part of the run, in the notation of links.codec."""
+    last_fraction: Share = 0.0
+    """Share of the steps, at the end of the run, with last_codec: a model that was trained with topk has
+    adapted to missing entries, and needs some steps without it.
+    """
+    last_codec: Codec = "int8"
+    """Codec of all boundaries in the last part of the run, in the notation of links.codec."""
 
 
 class LinksTable(Table):
     """`[links]`."""
 
-    codec: CodecOrAuto | None = Field(
-        default=None,
-        description="How activations and their gradients are sent between stages: none sends them as they "
-        "are, bfloat16, int8, int7 to int1 (bits a value), topk:SHARE:BITS (the largest entries of each "
-        "token), topk:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so "
-        "many batches), MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by "
-        "the speed of the links. By default the plan decides: none, unless the plan comes from a file",
-        examples=["int8"],
-    )
+    codec: CodecOrAuto | None = Field(default=None, examples=["int8"])
+    """How activations and their gradients are sent between stages: none sends them as they are, bfloat16,
+    int8, int7 to int1 (bits a value), topk:SHARE:BITS (the largest entries of each token),
+    topk:SHARE:BITS:BATCHES (those of the whole tensor, by a threshold that holds for so many batches),
+    MODULE:ATTRIBUTE (a codec of your own), or auto, which lets the planner choose by the speed of the links.
+    By default the plan decides: none, unless the plan comes from a file.
+    """
     boundaries: (
         Annotated[
             tuple[BoundaryLinks, ...],
@@ -268,38 +230,28 @@ class LinksTable(Table):
             listed('one table or more, such as [{boundary = "0-1", forward = "int8"}]'),
         ]
         | None
-    ) = Field(
-        default=None,
-        description="Codecs of single boundaries, each named by the stages on both sides; the gradient has "
-        "the codec of the activation unless backward names another",
-        examples=[({"boundary": "0-1", "forward": "int8", "backward": "int4"},)],
-    )
-    schedule: LinkSchedule = Field(
-        default_factory=LinkSchedule, description="Other codecs at the beginning and at the end of a run."
-    )
-    encrypt: bool = Field(
-        default=True,
-        description="Encrypt what Bireme sends from one host to another, which needs the extra encryption; "
-        "lines of gloo and NCCL cannot be encrypted",
-    )
+    ) = Field(default=None, examples=[({"boundary": "0-1", "forward": "int8", "backward": "int4"},)])
+    """Codecs of single boundaries, each named by the stages on both sides; the gradient has the codec of the
+    activation unless backward names another.
+    """
+    schedule: LinkSchedule = Field(default_factory=LinkSchedule)
+    """Other codecs at the beginning and at the end of a run."""
+    encrypt: bool = True
+    """Encrypt what Bireme sends from one host to another, which needs the extra encryption; lines of gloo and
+    NCCL cannot be encrypted.
+    """
 
 
-Penalty = Annotated[float, Field(ge=1, lt=1e6, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=1, lt=1e6)]
 
 
 class Penalties(Table):
     """`[plan.penalties]`."""
 
-    delayed: Penalty | None = Field(
-        default=None,
-        description="Steps of 2bw that equal one synchronous step; by default as measured",
-        examples=[1.5],
-    )
-    fresh: Penalty | None = Field(
-        default=None,
-        description="Steps of 2bw-fresh that equal one synchronous step; by default as measured",
-        examples=[1.05],
-    )
+    delayed: Penalty | None = Field(default=None, examples=[1.5])
+    """Steps of 2bw that equal one synchronous step; by default as measured."""
+    fresh: Penalty | None = Field(default=None, examples=[1.05])
+    """Steps of 2bw-fresh that equal one synchronous step; by default as measured."""
 
 
 def _widths(value: Any) -> Any:
@@ -328,73 +280,52 @@ class Planning(Table):
         "interleaved",
         "zb-h1",
         "zbv",
-    ] = Field(default="auto", description="Pipeline schedule; auto searches for the best")
-    objective: Literal["time-to-loss", "throughput", "energy"] = Field(
-        default="time-to-loss",
-        description="What to optimize; throughput ignores penalties, energy is joules per sample times "
-        "penalties and needs the watts of all devices",
-    )
-    depth: Devices | None = Field(default=None, description="Number of devices per replica", examples=[2])
-    width: Devices | None = Field(
-        default=None, description="Number of replicas of the pipeline", examples=[1]
-    )
+    ] = "auto"
+    """Pipeline schedule; auto searches for the best."""
+    objective: Literal["time-to-loss", "throughput", "energy"] = "time-to-loss"
+    """What to optimize; throughput ignores penalties, energy is joules per sample times penalties and needs
+    the watts of all devices.
+    """
+    depth: Devices | None = Field(default=None, examples=[2])
+    """Number of devices per replica."""
+    width: Devices | None = Field(default=None, examples=[1])
+    """Number of replicas of the pipeline."""
     stage_widths: Annotated[str, BeforeValidator(_widths), AfterValidator(_stage_widths)] = Field(
-        default=ANY,
-        description="Replicas of each stage, such as 3-1: three of the first stage, one of the second; equal "
-        "gives all stages the same number, any leaves it to the planner",
-        examples=["3-1"],
+        default=ANY, examples=["3-1"]
     )
-    microbatches: Samples | None = Field(
-        default=None, description="Number of micro-batches per batch and replica", examples=[4]
-    )
-    micro_batch: Samples | None = Field(
-        default=None, description="Samples per micro-batch, instead of microbatches", examples=[4]
-    )
-    largest_batch: Samples | None = Field(
-        default=None,
-        description="Samples that a step may have at most, where the planner may choose more than "
-        "training.batch_size",
-        examples=[64],
-    )
-    devices: Texts | None = Field(
-        default=None,
-        description="Names of the devices to use; all if not set. `bireme cluster show` lists them",
-        examples=[("host/gpu0", "host/gpu1")],
-    )
-    memory_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        default=1.0, description="Share of each device's memory that the plan may fill"
-    )
-    profiles: Texts | None = Field(
-        default=None,
-        description="Profiles of the model on other devices, each as NAME=FILE: the name, the kind or "
-        "the ready description of these devices, and a file of bireme profile",
-        examples=[("rtx3090=rtx3090.json",)],
-    )
-    pin: Texts | None = Field(
-        default=None,
-        description="Units that must be on a device, each as UNIT=DEVICE, by number or name",
-        examples=[("0=host/gpu0", "head=host/gpu1")],
-    )
-    together: Texts | None = Field(
-        default=None,
-        description="Units that must not be cut apart, each range as FIRST..LAST, by number or name",
-        examples=[("0..3",)],
-    )
-    whole_layers: bool = Field(default=False, description="Cut between layers only")
-    recompute: Literal["never", "where-needed", "always", "layers"] = Field(
-        default="where-needed",
-        description="Which stages recompute activations to save memory; with layers, a device that has the "
-        "whole model may also run it in parts that each recompute",
-    )
-    lookahead: bool = Field(
-        default=True, description="Allow stages to run further ahead than their schedule, to hide slow links"
-    )
-    file: Text | None = Field(
-        default=None,
-        description="A plan file of bireme plan. Only the delay_warmup keys may be set with it",
-        examples=["plan.json"],
-    )
-    synchronous: bool = Field(default=False, description="Forbid delayed updates")
+    """Replicas of each stage, such as 3-1: three of the first stage, one of the second; equal gives all
+    stages the same number, any leaves it to the planner.
+    """
+    microbatches: Samples | None = Field(default=None, examples=[4])
+    """Number of micro-batches per batch and replica."""
+    micro_batch: Samples | None = Field(default=None, examples=[4])
+    """Samples per micro-batch, instead of microbatches."""
+    largest_batch: Samples | None = Field(default=None, examples=[64])
+    """Samples that a step may have at most, where the planner may choose more than training.batch_size."""
+    devices: Texts | None = Field(default=None, examples=[("host/gpu0", "host/gpu1")])
+    """Names of the devices to use; all if not set. `bireme cluster show` lists them."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each device's memory that the plan may fill."""
+    profiles: Texts | None = Field(default=None, examples=[("rtx3090=rtx3090.json",)])
+    """Profiles of the model on other devices, each as NAME=FILE: the name, the kind or the ready description
+    of these devices, and a file of bireme profile.
+    """
+    pin: Texts | None = Field(default=None, examples=[("0=host/gpu0", "head=host/gpu1")])
+    """Units that must be on a device, each as UNIT=DEVICE, by number or name."""
+    together: Texts | None = Field(default=None, examples=[("0..3",)])
+    """Units that must not be cut apart, each range as FIRST..LAST, by number or name."""
+    whole_layers: bool = False
+    """Cut between layers only."""
+    recompute: Literal["never", "where-needed", "always", "layers"] = "where-needed"
+    """Which stages recompute activations to save memory; with layers, a device that has the whole model may
+    also run it in parts that each recompute.
+    """
+    lookahead: bool = True
+    """Allow stages to run further ahead than their schedule, to hide slow links."""
+    file: Text | None = Field(default=None, examples=["plan.json"])
+    """A plan file of bireme plan. Only the delay_warmup keys may be set with it."""
+    synchronous: bool = False
+    """Forbid delayed updates."""
     delay_warmup_fraction: Share | None = Field(
         default=None,
         description="Fraction of steps run under 1f1b before updates are delayed. By default "
@@ -402,15 +333,10 @@ class Planning(Table):
         "for a plan file, the value that it was made with",
         examples=[DEFAULT_DELAY_WARMUP],
     )
-    delay_warmup_steps: StepsOrNever | None = Field(
-        default=None,
-        description="Number of these steps, instead of delay_warmup_fraction",
-        examples=[200],
-    )
-    penalties: Penalties = Field(
-        default_factory=Penalties,
-        description="Steps with delayed updates that equal one synchronous step.",
-    )
+    delay_warmup_steps: StepsOrNever | None = Field(default=None, examples=[200])
+    """Number of these steps, instead of delay_warmup_fraction."""
+    penalties: Penalties = Field(default_factory=Penalties)
+    """Steps with delayed updates that equal one synchronous step."""
 
     def refuse_more_devices(self, most: int, than: str, remedy: str) -> None:
         """Refuse a plan that needs more devices than there are; `{needed}` in the remedy is that number."""

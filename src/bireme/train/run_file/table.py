@@ -64,15 +64,19 @@ Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
-Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Table(BaseModel):
-    """A table of keys: unknown ones are refused, values must be of just their type; it is frozen."""
+    """A table of keys: unknown ones are refused, values must be of just their type; it is frozen. The string
+    below a key is its description.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod

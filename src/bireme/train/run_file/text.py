@@ -12,6 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from bireme.train.run_file.tables import Tables
 
@@ -51,7 +52,7 @@ def tables_of_keys(model: type[BaseModel] = Tables, beginning: str = "") -> Iter
     for name, field in model.model_fields.items():
         inner = _table_class(field.annotation)
         if inner is not None:
-            yield TableOfKeys(f"{beginning}{name}", field.description or "", _keys(inner))
+            yield TableOfKeys(f"{beginning}{name}", _described(field), _keys(inner))
             yield from tables_of_keys(inner, f"{beginning}{name}.")
 
 
@@ -67,7 +68,7 @@ def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
     return tuple(
         Key(
             name,
-            field.description or "",
+            _described(field).removesuffix("."),
             _allowed(_not_null(schema[name]), inner),
             _choices(_not_null(schema[name])),
             field.default,
@@ -76,6 +77,11 @@ def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
         for name, field in model.model_fields.items()
         if _table_class(field.annotation) is None
     )
+
+
+def _described(field: FieldInfo) -> str:
+    """The description of a key or a table, on one line."""
+    return " ".join((field.description or "").split())
 
 
 def _table_class(annotation: Any) -> type[BaseModel] | None:

@@ -40,18 +40,17 @@ class Mixed(Table):
     """One entry of `data.mixture`."""
 
     source: Text
-    weight: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
 
 
 class Data(Table):
     """`[data]`."""
 
-    source: Text | None = Field(
-        default="stdlib",
-        description="Training data: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of "
-        "the datasets library, a .npy or .bin file of tokens, module:function or file.py:function of your "
-        "own, or stdlib, the sources of Python's standard library. Not used if mixture is set",
-    )
+    source: Text | None = "stdlib"
+    """Training data: a text file or a folder of them, hf:NAME or hf:FOLDER for a dataset of the datasets
+    library, a .npy or .bin file of tokens, module:function or file.py:function of your own, or stdlib, the
+    sources of Python's standard library. Not used if mixture is set.
+    """
     mixture: (
         Annotated[
             tuple[Mixed, ...],
@@ -61,8 +60,6 @@ class Data(Table):
         | None
     ) = Field(
         default=None,
-        description="Several sources to learn from, each with a weight: its share of the samples, relative "
-        "to the other weights",
         examples=[
             (
                 {"source": "texts/", "weight": 3.0},
@@ -70,65 +67,54 @@ class Data(Table):
             )
         ],
     )
+    """Several sources to learn from, each with a weight: its share of the samples, relative to the other
+    weights.
+    """
     private: Annotated[dict[Text, Text], BeforeValidator(_by_server)] | None = Field(
-        default=None,
-        description="Samples that only one server may read, in addition to those of source: the server's "
-        "name, as in the cluster, and a source on that server",
-        examples=[{"server0": "/data/own"}],
+        default=None, examples=[{"server0": "/data/own"}]
     )
-    tokenizer: Text = Field(
-        default="auto",
-        description="How text becomes tokens: auto is the tokenizer in the model's folder if there is one, "
-        "else bytes; or bytes, or the folder of another transformers tokenizer",
-    )
-    length: Annotated[int, Field(ge=2, le=2**24)] = Field(
-        default=128,
-        description="Tokens of a sample. By default the context of a gpt: model, and for an hf: model its "
-        "context, at most 1,024",
-    )
-    packing: Literal["stream", "documents", "none"] | None = Field(
-        default=None,
-        description="How documents become samples: stream puts one after the other and cuts anywhere, "
-        "documents puts several into a sample so that none attends to another, none gives each "
-        "a sample of its own. By default none for conversations, else stream",
-        examples=["documents"],
-    )
-    loss_on: Literal["answers", "all"] = Field(
-        default="answers",
-        description="Tokens of conversations and of prompts with answers that count in the loss: answers, or "
-        "all. Of other data all tokens count",
-    )
-    evaluation_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = Field(
-        default=0.05,
-        description="Share of the data, at its end, held out for evaluation; 0 turns evaluation off. Not "
-        "used if evaluation_source is set",
-    )
-    evaluation_source: Text | None = Field(
-        default=None,
-        description="Separate data for evaluation, in the notation of source",
-        examples=["evaluation.txt"],
-    )
-    text_column: Text | None = Field(
-        default=None,
-        description="Column of a dataset with the text, the tokens or the messages of conversations. By "
-        "default input_ids, else a prompt with its answer, else text, messages or conversations, else the "
-        "only column with text",
-        examples=["text"],
-    )
-    pattern: Text = Field(
-        default="*", description="Pattern of the names of the files to read in a folder and its subfolders"
-    )
-    dtype: Literal["uint16", "uint32"] = Field(default="uint16", description="Number format of a .bin file")
-    num_workers: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=0, description="Processes that load samples, for a slow dataset of your own; 0 uses a thread"
-    )
-    prefetch: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=2, description="Number of batches to load in advance"
-    )
-    seed: Seed = Field(default=0, description="Random seed of the order of samples")
-    shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = Field(
-        default=1000, description="Rows of a stream (streaming=true) to shuffle among; 0 keeps their order"
-    )
+    """Samples that only one server may read, in addition to those of source: the server's name, as in the
+    cluster, and a source on that server.
+    """
+    tokenizer: Text = "auto"
+    """How text becomes tokens: auto is the tokenizer in the model's folder if there is one, else bytes; or
+    bytes, or the folder of another transformers tokenizer.
+    """
+    length: Annotated[int, Field(ge=2, le=2**24)] = 128
+    """Tokens of a sample. By default the context of a gpt: model, and for an hf: model its context, at most
+    1,024.
+    """
+    packing: Literal["stream", "documents", "none"] | None = Field(default=None, examples=["documents"])
+    """How documents become samples: stream puts one after the other and cuts anywhere, documents puts several
+    into a sample so that none attends to another, none gives each a sample of its own. By default none for
+    conversations, else stream.
+    """
+    loss_on: Literal["answers", "all"] = "answers"
+    """Tokens of conversations and of prompts with answers that count in the loss: answers, or all. Of other
+    data all tokens count.
+    """
+    evaluation_fraction: Annotated[float, Field(ge=0, lt=1)] | None = 0.05
+    """Share of the data, at its end, held out for evaluation; 0 turns evaluation off. Not used if
+    evaluation_source is set.
+    """
+    evaluation_source: Text | None = Field(default=None, examples=["evaluation.txt"])
+    """Separate data for evaluation, in the notation of source."""
+    text_column: Text | None = Field(default=None, examples=["text"])
+    """Column of a dataset with the text, the tokens or the messages of conversations. By default input_ids,
+    else a prompt with its answer, else text, messages or conversations, else the only column with text.
+    """
+    pattern: Text = "*"
+    """Pattern of the names of the files to read in a folder and its subfolders."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """Number format of a .bin file."""
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes that load samples, for a slow dataset of your own; 0 uses a thread."""
+    prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
+    """Number of batches to load in advance."""
+    seed: Seed = 0
+    """Random seed of the order of samples."""
+    shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = 1000
+    """Rows of a stream (streaming=true) to shuffle among; 0 keeps their order."""
 
     @property
     def named(self) -> str:
@@ -158,118 +144,73 @@ def _or_none(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 CountedSteps = Annotated[Steps, WrapValidator(_or_none)]
 """Steps; None only if they follow from `training.epochs`, until the samples are counted."""
 
-Rate = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
-Inertia = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=1000)]
+Inertia = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Training(Table):
     """`[training]`."""
 
-    steps: CountedSteps = Field(
-        default=300, description="Number of optimizer steps; each trains on one batch. Not used with epochs"
-    )
-    epochs: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="How often every sample is trained, instead of steps; the run counts its samples and "
-        "keeps the steps",
-        examples=[3.0],
-    )
-    batch_size: Samples = Field(default=32, description="Samples per step, over all devices")
-    optimizer: Literal["sgd", "adam", "adamw", "muon"] = Field(
-        default="adamw",
-        description="Optimizer; sgd has momentum, muon leaves all but the matrices inside layers to adamw",
-    )
-    learning_rate: Rate = Field(
-        default=3e-3,
-        description="Highest learning rate of the schedule. By default 2e-5 for an hf: model that starts "
-        "from the weights in its folder, 2e-4 for an adapter (model.lora) on one, and from new weights less "
-        "the wider the model is",
-    )
-    rest_learning_rate: Rate | None = Field(
-        default=None,
-        description="Only with muon: the learning rate of adamw's parameters; by default learning_rate",
-        examples=[1e-3],
-    )
-    weight_decay: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Weight decay of parameters with at least two axes; default 0.01 (adamw), 0.1 (muon), "
-        "else 0",
-        examples=[0.1],
-    )
-    betas: Annotated[tuple[Inertia, Inertia], BeforeValidator(_pair)] = Field(
-        default=(0.9, 0.95),
-        description="Betas of adam and adamw: decay of the running mean of gradients, and of their squares",
-    )
-    momentum: Inertia | None = Field(
-        default=None,
-        description="Momentum of sgd, by default 0.9, or of muon, by default 0.95",
-        examples=[0.9],
-    )
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        default="cosine",
-        description="The learning rate after warm-up; wsd (warm up, stay, decay) is constant until its "
-        "last part",
-    )
-    schedule_steps: Steps | None = Field(
-        default=None,
-        description="Number of steps that the learning rate schedule covers; all steps if not set",
-        examples=[300],
-    )
-    after_schedule: Literal["hold", "restart"] = Field(
-        default="hold",
-        description="What happens after schedule_steps: hold keeps the last rate, restart runs the schedule "
-        "again over the remaining steps, with its warm-up",
-    )
-    warmup_steps: StepsOrNever | None = Field(
-        default=None,
-        description="Number of steps in which the learning rate rises from near 0",
-        examples=[10],
-    )
-    warmup_fraction: Share | None = Field(
-        default=0.1,
-        description="Warm-up as a share of all steps; warmup_steps overrides it. By default 0.03 for an hf: "
-        "model that starts from the weights in its folder",
-    )
-    decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.2,
-        description="With wsd, the share of the steps, at the end, in which the learning rate falls",
-    )
-    final_fraction: Share = Field(
-        default=0.1,
-        description="Last learning rate, as a share of learning_rate, unless the schedule is constant",
-    )
-    clip_norm: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = Field(
-        default=1.0,
-        description="Largest norm of the whole gradient; 0 turns clipping off. Stages that step apart "
-        "(memory.updates) are clipped each by its own norm",
-    )
-    evaluate_every: StepsOrNever = Field(
-        default=50, description="Steps between evaluations; 0 evaluates only at the end"
-    )
-    evaluation_batches: Annotated[int, Field(ge=1, le=10**6)] = Field(
-        default=8, description="Largest number of batches per evaluation"
-    )
-    gradient: Annotated[str, AfterValidator(_gradient)] = Field(
-        default="whole",
-        description="How gradients of linear maps are kept and summed: whole, or principal:RANK, as so many "
-        "principal components; principal:RANK:PAIRS updates the components after so many rows",
-    )
-    gradient_of: Texts | None = Field(
-        default=None,
-        description="Only with principal: patterns of the weights whose gradients are kept so; by default "
-        "all whose gradients become smaller",
-        examples=[["*.mlp.*.weight"]],
-    )
-    seed: Seed = Field(default=0, description="Random seed of dropout")
-    most_skipped_in_a_row: Annotated[int, Field(ge=0, le=10**6)] = Field(
-        default=10,
-        description="Steps skipped in a row, because the gradient is not finite, before the run stops",
-    )
-    time_limit_s: Seconds | None = Field(
-        default=None,
-        description="Seconds after which the run ends as if all steps were done",
-        examples=[3600.0],
-    )
+    steps: CountedSteps = 300
+    """Number of optimizer steps; each trains on one batch. Not used with epochs."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = Field(default=None, examples=[3.0])
+    """How often every sample is trained, instead of steps; the run counts its samples and keeps the steps."""
+    batch_size: Samples = 32
+    """Samples per step, over all devices."""
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
+    """Optimizer; sgd has momentum, muon leaves all but the matrices inside layers to adamw."""
+    learning_rate: Rate = 3e-3
+    """Highest learning rate of the schedule. By default 2e-5 for an hf: model that starts from the weights in
+    its folder, 2e-4 for an adapter (model.lora) on one, and from new weights less the wider the model is.
+    """
+    rest_learning_rate: Rate | None = Field(default=None, examples=[1e-3])
+    """Only with muon: the learning rate of adamw's parameters; by default learning_rate."""
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] | None = Field(default=None, examples=[0.1])
+    """Weight decay of parameters with at least two axes; default 0.01 (adamw), 0.1 (muon), else 0."""
+    betas: Annotated[tuple[Inertia, Inertia], BeforeValidator(_pair)] = (0.9, 0.95)
+    """Betas of adam and adamw: decay of the running mean of gradients, and of their squares."""
+    momentum: Inertia | None = Field(default=None, examples=[0.9])
+    """Momentum of sgd, by default 0.9, or of muon, by default 0.95."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """The learning rate after warm-up; wsd (warm up, stay, decay) is constant until its last part."""
+    schedule_steps: Steps | None = Field(default=None, examples=[300])
+    """Number of steps that the learning rate schedule covers; all steps if not set."""
+    after_schedule: Literal["hold", "restart"] = "hold"
+    """What happens after schedule_steps: hold keeps the last rate, restart runs the schedule again over the
+    remaining steps, with its warm-up.
+    """
+    warmup_steps: StepsOrNever | None = Field(default=None, examples=[10])
+    """Number of steps in which the learning rate rises from near 0."""
+    warmup_fraction: Share | None = 0.1
+    """Warm-up as a share of all steps; warmup_steps overrides it. By default 0.03 for an hf: model that
+    starts from the weights in its folder.
+    """
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """With wsd, the share of the steps, at the end, in which the learning rate falls."""
+    final_fraction: Share = 0.1
+    """Last learning rate, as a share of learning_rate, unless the schedule is constant."""
+    clip_norm: Annotated[float, Field(ge=0, le=1e9)] = 1.0
+    """Largest norm of the whole gradient; 0 turns clipping off. Stages that step apart (memory.updates) are
+    clipped each by its own norm.
+    """
+    evaluate_every: StepsOrNever = 50
+    """Steps between evaluations; 0 evaluates only at the end."""
+    evaluation_batches: Annotated[int, Field(ge=1, le=10**6)] = 8
+    """Largest number of batches per evaluation."""
+    gradient: Annotated[str, AfterValidator(_gradient)] = "whole"
+    """How gradients of linear maps are kept and summed: whole, or principal:RANK, as so many principal
+    components; principal:RANK:PAIRS updates the components after so many rows.
+    """
+    gradient_of: Texts | None = Field(default=None, examples=[["*.mlp.*.weight"]])
+    """Only with principal: patterns of the weights whose gradients are kept so; by default all whose
+    gradients become smaller.
+    """
+    seed: Seed = 0
+    """Random seed of dropout."""
+    most_skipped_in_a_row: Annotated[int, Field(ge=0, le=10**6)] = 10
+    """Steps skipped in a row, because the gradient is not finite, before the run stops."""
+    time_limit_s: Seconds | None = Field(default=None, examples=[3600.0])
+    """Seconds after which the run ends as if all steps were done."""
 
     @model_validator(mode="before")
     @classmethod
