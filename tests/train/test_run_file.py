@@ -322,11 +322,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             "evaluation uses only one of them",
         ),
         (["model.loss=mse"], "the built-in GPT returns its loss itself."),
-        (['model.train=["a"]', 'model.freeze=["b"]'], "what learns and model.freeze what does not."),
-        (
-            ["model.lora.rank=4", 'model.train=["a"]'],
-            "so only the adapter learns, but model.train is set too.",
-        ),
+        (['model.train=["a"]', 'model.freeze=["b"]'], "one names what learns, the other what does not."),
+        (["model.lora.rank=4", 'model.train=["a"]'], 'model.train is ["a"]: only the adapter learns.'),
         (["model.lora.merge=true"], "model.lora.merge is set, but model.lora.rank is not"),
         (["plan.file=p.json", "plan.depth=2"], "which is a whole plan, but plan.depth asks for a new one."),
         (["plan.file=p.json", "plan.penalties.fresh=2"], "but plan.penalties asks for a new one."),

@@ -101,7 +101,31 @@ def _check_updates(tables: Tables) -> None:
 
 
 DELAY_WARMUP = ("delay_warmup_fraction", "delay_warmup_steps")
-"""Two ways to say the same."""
+
+ONE_OF_TWO = {
+    ("model.weights", "model.from_scratch"): "the latter asks for new weights",
+    ("model.train", "model.freeze"): "one names what learns, the other what does not",
+    ("model.lora.rank", "model.train"): "only the adapter learns",
+    ("model.lora.rank", "model.freeze"): "only the adapter learns",
+    ("data.source", "data.mixture"): "data come from one of the two, and a source may be one of the mixture",
+    ("data.evaluation_fraction", "data.evaluation_source"): "evaluation uses only one of them",
+    ("training.warmup_steps", "training.warmup_fraction"): "both set the length of the warm-up",
+    ("plan.microbatches", "plan.micro_batch"): "the batch is cut by their number or by their size",
+    ("plan.largest_batch", "plan.microbatches"): "the planner can only choose the batch where it may choose "
+    "the number of micro-batches",
+    ("plan.delay_warmup_steps", "plan.delay_warmup_fraction"): "both set when delayed updates begin",
+    ("balance.batch", "plan.largest_batch"): "both choose the size of the batch",
+    ("balance.batch", "data.private"): "the latter places samples for batches of training.batch_size",
+}
+"""Keys of which at most one may be given, and why."""
+
+NEEDED = {
+    ("data.source", "data.mixture"): "Give one of them.",
+    ("data.evaluation_fraction", "data.evaluation_source"): "Give one of them; a fraction of 0 turns "
+    "evaluation off.",
+    ("training.warmup_fraction", "training.warmup_steps"): "Give one of them; 0 is no warm-up.",
+}
+"""Keys of which one must be given, and the remedy."""
 
 OF_MODES = {
     "lease_s": ("quorum", "groups", "diloco"),
@@ -119,7 +143,7 @@ have one in that mode alone.
 def check_together(tables: Tables) -> None:
     """Refuse capabilities that exclude each other, keys that contradict each other, and idle keys."""
     refuse_excluded(used_by(partial(value_of, tables)))
-    _check_model_and_data(tables)
+    _check_one_of_two(tables)
     _check_part(tables.model)
     _check_optimizer(tables.training)
     _check_epochs(tables)
@@ -129,11 +153,6 @@ def check_together(tables: Tables) -> None:
     _check_delay(tables.plan, tables.training.steps)
     _check_machines(tables.cluster, tables.plan)
     _check_balance(tables.balance, tables.plan)
-    if tables.balance.batch == "grow" and tables.data.private:
-        raise BiremeError(
-            'balance.batch is "grow", but data.private places samples for batches of training.batch_size. '
-            "Leave out one of the two."
-        )
     _check_links(tables.links)
     check_memory(tables)
     _check_balance_of_mode(tables)
@@ -148,34 +167,26 @@ def check_together(tables: Tables) -> None:
         check_sites(tables.sync.sites, tables.plan.width)
 
 
-def _check_model_and_data(tables: Tables) -> None:
-    model, data = tables.model, tables.data
-    if model.loss is not None and model.source.startswith("gpt:"):
+def _check_one_of_two(tables: Tables) -> None:
+    for pair, why in ONE_OF_TWO.items():
+        found = {key: value_of(tables, key) for key in pair}
+        if all(value is not None and value is not False and value != "keep" for value in found.values()):
+            words = " and ".join(
+                f"{key} is {toml_value(value)[:_MOST_SHOWN]}" for key, value in found.items()
+            )
+            raise BiremeError(f"{words}: {why}. Leave out one of the two.")
+    for (first, second), remedy in NEEDED.items():
+        if value_of(tables, first) is None and value_of(tables, second) is None:
+            raise BiremeError(f"{first} is None, and so is {second}. {remedy}")
+    loss = tables.model.loss
+    if loss is not None and tables.model.source.startswith("gpt:"):
         raise BiremeError(
-            f'model.loss is "{model.loss}", but the built-in GPT returns its loss itself. Leave it out.'
+            f'model.loss is "{loss}", but the built-in GPT returns its loss itself. Leave it out.'
         )
-    if model.weights is not None and model.from_scratch:
-        raise BiremeError(
-            f'model.weights is "{model.weights}", and model.from_scratch = true asks for new weights. Leave '
-            "out one of the two."
-        )
-    if data.source is not None and data.mixture is not None:
-        raise BiremeError(
-            f'data.source is "{data.source}", and data.mixture names {len(data.mixture)} sources: data '
-            "come from one of the two. Leave out data.source, or make it one of the mixture."
-        )
-    if data.source is None and data.mixture is None:
-        raise BiremeError("data.source is None, and so is data.mixture. Give one of them.")
-    if data.evaluation_fraction is not None and data.evaluation_source is not None:
-        raise BiremeError(
-            f"data.evaluation_fraction is {data.evaluation_fraction:g} and data.evaluation_source is "
-            f'"{data.evaluation_source}": evaluation uses only one of them. Leave out the other.'
-        )
-    if data.evaluation_fraction is None and data.evaluation_source is None:
-        raise BiremeError(
-            "data.evaluation_fraction is None, and so is data.evaluation_source. Give one of them; a "
-            "fraction of 0 is no evaluation."
-        )
+
+
+_MOST_SHOWN = 60
+"""Letters of a value in a sentence on two keys."""
 
 
 def _check_balance_of_mode(tables: Tables) -> None:
@@ -234,10 +245,6 @@ def _check_modes(sync: Sync) -> None:
 
 def _check_part(model: Model) -> None:
     lora = model.lora
-    if model.train is not None and model.freeze is not None:
-        raise BiremeError(
-            "model.train names what learns and model.freeze what does not. Leave out one of the two."
-        )
     if lora.rank is None:
         if asked := given(lora):
             raise BiremeError(
@@ -250,12 +257,6 @@ def _check_part(model: Model) -> None:
             "With model.lora.use_dora and model.lora.dropout a layer multiplies by its whole weight once "
             "more and keeps it for the backward, so model.frozen_dtype would save no memory. Leave out one "
             "of the three."
-        )
-    key = next((name for name in ("train", "freeze") if getattr(model, name) is not None), None)
-    if key is not None:
-        raise BiremeError(
-            f"model.lora.rank is {lora.rank}, so only the adapter learns, but model.{key} is set too. Leave "
-            "out one of the two."
         )
 
 
@@ -297,16 +298,6 @@ def _check_epochs(tables: Tables) -> None:
 
 
 def _check_rates(training: Training) -> None:
-    if training.warmup_steps is not None and training.warmup_fraction is not None:
-        raise BiremeError(
-            f"training.warmup_steps is {training.warmup_steps} and training.warmup_fraction is "
-            f"{training.warmup_fraction:g}: both set the length of the warm-up. Leave out one of the two."
-        )
-    if training.warmup_steps is None and training.warmup_fraction is None:
-        raise BiremeError(
-            "training.warmup_fraction is None, and so is training.warmup_steps. Give one of them; 0 is no "
-            "warm-up."
-        )
     if training.epochs is not None:
         return  # checked again when the steps are counted
     name = "steps" if training.schedule_steps is None else "schedule_steps"
@@ -346,21 +337,10 @@ def _check_plan_file(plan: Planning) -> None:
 
 
 def _check_batch(plan: Planning, batch_size: int) -> None:
-    if plan.microbatches is not None and plan.micro_batch is not None:
-        raise BiremeError(
-            f"plan.microbatches is {plan.microbatches} and plan.micro_batch is {plan.micro_batch}: the "
-            "batch is cut by their number or by their size. Leave out one of the two."
-        )
     if plan.largest_batch is not None and plan.largest_batch < batch_size:
         raise BiremeError(
             f"plan.largest_batch is {plan.largest_batch}, but training.batch_size is {batch_size}, which is "
             "the least that a step has. Make one of them equal to the other, or leave out plan.largest_batch."
-        )
-    if plan.largest_batch is not None and plan.microbatches is not None:
-        raise BiremeError(
-            f"plan.largest_batch is {plan.largest_batch} and plan.microbatches is {plan.microbatches}: the "
-            "planner can only choose the batch where it may choose the number of micro-batches. Leave out "
-            "one of the two."
         )
     width = plan.width or 1
     if batch_size < width:
@@ -388,14 +368,8 @@ def _check_delay(plan: Planning, steps: int | None) -> None:
             f'plan.synchronous forbids plan.schedule = "{plan.schedule}", whose update rule is {rule}. '
             "Leave out one of the two."
         )
-    said = {name: value for name in DELAY_WARMUP if (value := getattr(plan, name)) is not None}
-    if len(said) == 2:
-        raise BiremeError(
-            f"plan.delay_warmup_steps is {plan.delay_warmup_steps} and plan.delay_warmup_fraction is "
-            f"{plan.delay_warmup_fraction:g}: both set when delayed updates begin. Leave out one of the two."
-        )
-    for name, value in said.items():
-        if value:
+    for name in DELAY_WARMUP:
+        if value := getattr(plan, name):
             _check_delay_warmup(plan, steps, f"plan.{name} is {value:g}", rule)
 
 
@@ -456,9 +430,4 @@ def _check_balance(balance: Balancing, plan: Planning) -> None:
         raise BiremeError(
             f"balance.{asked}, but plan.width is 1: with one replica it has no effect. Leave it out, or plan "
             "for more replicas."
-        )
-    if grows and plan.largest_batch is not None:
-        raise BiremeError(
-            f'balance.batch is "grow" and plan.largest_batch is {plan.largest_batch}: both choose the size '
-            "of the batch. Leave out one of the two."
         )
