@@ -24,7 +24,7 @@ from benchmarks.common.verdicts import Verdict, at_most
 from benchmarks.prediction import short, trained
 from bireme.plan.plan import Plan
 from bireme.plan.search.search import forecast_of
-from bireme.train.link_codecs import sums_of
+from bireme.train.choices import sums_of
 from bireme.train.plan_search import plan_request_of
 from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file

@@ -28,8 +28,8 @@ from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.settings import PipelineSettings
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
-from bireme.train.rates import rate_factor
 from bireme.train.run_data import data_of
+from bireme.train.run_file.training import rate_factor
 from bireme.train.worker import optimizer_of
 
 __all__ = ["Ended", "Hit", "MortalRun", "Round", "losses_of_one_process", "mortal_run"]

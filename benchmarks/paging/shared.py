@@ -19,9 +19,9 @@ from benchmarks.common.verdicts import Verdict, at_most, exactly
 from bireme.errors import BiremeError
 from bireme.plan.search.search import forecast_of
 from bireme.report.page.metrics import read_metrics
+from bireme.train.choices import sums_of
 from bireme.train.folder import RunFolder
 from bireme.train.launching import start
-from bireme.train.link_codecs import sums_of
 from bireme.train.plan_search import plan_request_of
 from bireme.train.prepare import PreparedRun, prepare, write_prepared
 from bireme.train.run_file import load_run_file

@@ -24,10 +24,10 @@ from bireme.profile.profile import load_profile, save_profile
 from bireme.report.page.recorded import read_recorded
 from bireme.schedule import torch_csv
 from bireme.train.folder import RunFolder
+from bireme.train.outcome import check_restart_limit
 from bireme.train.private_census import PrivateHolding, load_census, write_census
 from bireme.train.resume_checks import DataIdentity, load_identity, write_identity
 from bireme.train.run_file import load_run_file
-from bireme.train.stops import check_restart_limit
 from tests.plan.test_plan_paging import hand_plan
 from tests.support.extent import examples
 from tests.support.run_folders import make_run, plan_of

@@ -29,7 +29,7 @@ MODULES = [
     "bireme.report.memory_table",
     "bireme.report.profile_table",
     "bireme.report.terminal",
-    "bireme.train.rates",
+    "bireme.train.run_file.training",
     "bireme.train.run_file",
 ]
 

@@ -17,7 +17,7 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.report.plan_document import shared_hosts_note
-from bireme.train.link_codecs import rounds_of
+from bireme.train.choices import rounds_of
 from bireme.train.plan_search import plan_request_of
 from bireme.train.run_file import RunFile
 from tests.support.hand_plans import tiny_profile

@@ -20,7 +20,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
-from bireme.train.link_codecs import rounds_of, sums_of_profile
+from bireme.train.choices import rounds_of, sums_of_profile
 from bireme.train.plan_search import plan_request_of
 from bireme.train.run_file import RunFile
 from tests.support.command import bireme

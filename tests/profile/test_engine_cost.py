@@ -29,7 +29,7 @@ from bireme.schedule.residency import resident
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
-from bireme.train.parallel_profiling import mean_of
+from bireme.train.captured_run import mean_of
 from tests.support.thread_transport import ThreadFabric
 from tests.support.together import run_threads
 

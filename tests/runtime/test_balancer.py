@@ -20,8 +20,8 @@ from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stage import Stage
 from bireme.runtime.updates import BatchResult
 from bireme.train.data.loader import RankBatches
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.placing import Order
+from bireme.train.data.source import OwnSamples
 from tests.support.engine_parity import Setting, Trained, oracle, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
 from tests.support.small_models import Batch, Model, real_batches, token_batches

@@ -13,9 +13,9 @@ from bireme.plan.plan import Plan
 from bireme.runtime.microbatches import Rows
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.loader import RankBatches
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens
+from bireme.train.data.source import OwnSamples
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
 from tests.support.small_models import CONTEXT, VOCAB, Model, real_batches

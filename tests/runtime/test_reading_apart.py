@@ -9,8 +9,8 @@ from torch import Tensor
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
 from bireme.train.data.loader import RankBatches
+from bireme.train.data.mixture import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Stock
-from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.small_models import CONTEXT, VOCAB

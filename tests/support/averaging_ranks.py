@@ -49,9 +49,9 @@ from bireme.sync.coordinator.samples import Began, Committed, CoordinatorSetting
 from bireme.sync.coordinator.state import Ended, Event, Tick
 from bireme.sync.rounds.contribution import Contribution, Summed
 from bireme.sync.rounds.round_group import LineBroken
+from bireme.train.outcome import Reason, Stops
 from bireme.train.replica import AveragingReplica, Meeting
 from bireme.train.run_file import RunFile
-from bireme.train.stops import Reason, Stops
 from tests.support.taking_turns import Killed, Turns
 
 __all__ = ["Case", "RankWorld", "simulated"]

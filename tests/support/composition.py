@@ -29,14 +29,12 @@ from bireme.runtime.microbatches import apportioned
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.sync.coordinator.messages import RankId, SamplePlaces
-from bireme.train.data.documents import Cut
+from bireme.train.data.documents import Cut, StreamSamples
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.loader import RankBatches
-from bireme.train.data.mixture import MixedSamples, MixedSource, order_of
+from bireme.train.data.mixture import ELSEWHERE, MixedSamples, MixedSource, ReadableSamples, order_of
 from bireme.train.data.placing import SampleOrder, Stock
-from bireme.train.data.readable import ELSEWHERE, ReadableSamples
 from bireme.train.data.samples import PackedSamples, Samples, Tokens
-from bireme.train.data.stream import StreamSamples
 from bireme.train.private_census import ReadableData
 from bireme.train.replica import DealtBatches
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps

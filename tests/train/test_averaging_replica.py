@@ -27,11 +27,11 @@ from bireme.train.data.loader import PartlyRead
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch
 from bireme.train.loop import Loop
+from bireme.train.outcome import Reason, Stops
 from bireme.train.rank_part import RankPart
 from bireme.train.replica import AveragingReplica, LeaderWriter, Meeting
 from bireme.train.run_checkpoints import RunCheckpoints
 from bireme.train.run_file import RunFile
-from bireme.train.stops import Reason, Stops
 from tests.support.checkpoints import META, ignore, snapshot_of, steps_in
 
 RUN = RunFile.model_validate({"format": 1, "sync": {"mode": "diloco"}})

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph, ModelState, Operator
-from bireme.train.base_weights import (
+from bireme.train.resume_checks import (
     BASE,
     BaseWeights,
     base_identity,

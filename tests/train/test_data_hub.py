@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.train.data.documents import StreamSamples
 from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
 from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
 from bireme.train.data.source import open_source
-from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import ByteTokenizer
 from tests.support.command import bireme
 from tests.support.whole_batches import WholeBatches
@@ -150,7 +150,7 @@ def test_samples_of_a_stream_come_back_without_reading_it_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator assigns samples anew of a replica that died. Far ones are read from the start."""
-    monkeypatch.setattr("bireme.train.data.stream._KEPT_TOKENS", 9 * 30)
+    monkeypatch.setattr("bireme.train.data.documents._KEPT_TOKENS", 9 * 30)
     samples = streamed(folder, evaluation_fraction=0.0).training
     assert isinstance(samples, StreamSamples)
     seen = samples.take(range(100))["input_ids"]

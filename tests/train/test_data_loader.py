@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from bireme.errors import BiremeError
 from bireme.runtime.microbatches import Rows
 from bireme.train.data.loader import RankBatches
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens, packed
+from bireme.train.data.source import OwnSamples
 from tests.support.extent import examples
 from tests.support.whole_batches import WholeBatches
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.samples import SampleRange
+from bireme.train.data.source import OwnSamples, own_samples
 
 
 def write(folder: Path, code: str) -> str:

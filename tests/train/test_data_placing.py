@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
+from bireme.train.data.mixture import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Epoch, Numbers, Order, Stock
-from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.samples import Samples
 from bireme.train.private_census import ReadableData
 

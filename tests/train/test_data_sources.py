@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.train.data import text_files
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
 from bireme.train.data.samples import Tokens, load_tokens
-from bireme.train.data.source import open_source
+from bireme.train.data.source import OwnSamples, open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.viewing import data_notes
 from bireme.user_code import names_function

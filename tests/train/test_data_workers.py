@@ -20,9 +20,9 @@ from bireme.runtime.processes import start_process
 from bireme.runtime.world import World
 from bireme.train.data import workers
 from bireme.train.data.loader import RankBatches
-from bireme.train.data.own import OwnSamples, own_samples
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch
+from bireme.train.data.source import OwnSamples, own_samples
 from bireme.train.replica import DealtBatches
 from tests.support.copies import Copy
 from tests.support.patience import patience_s
@@ -184,7 +184,7 @@ PARENT = """
 import sys
 from tests.support.whole_batches import WholeBatches
 from bireme.train.data.placing import Order
-from bireme.train.data.own import own_samples
+from bireme.train.data.source import own_samples
 
 if __name__ == "__main__":
     samples = own_samples("tests.support.slow_samples:noting")

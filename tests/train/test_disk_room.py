@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.train import disk_room, run_checkpoints
+from bireme.train import finishing, run_checkpoints
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import find_checkpoints, open_checkpoint
 from bireme.train.folder import RunFolder
@@ -80,7 +80,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(
     words = [*BRIEF, *settings(model__dtype=dtype, export__at_end="false", training__optimizer="muon")]
     assert bireme(capsys, "train", str(path), *words).status == 0
     run = folder.load_run()
-    room = disk_room.disk_room(prepared_before(run, folder, lambda _done, _what: None), folder)
+    room = finishing.disk_room(prepared_before(run, folder, lambda _done, _what: None), folder)
     saved = open_checkpoint(find_checkpoints(folder.checkpoints(run))[-1]).snapshot().tensors
     assert room is not None
     trial_bytes = 0
@@ -97,19 +97,19 @@ def test_a_machine_with_its_own_folder_needs_room_for_its_part_and_for_copies(
     path, folder = write_run(tmp_path, "1f1b", 1), RunFolder(tmp_path / "runs" / "run")
     assert bireme(capsys, "train", str(path), *BRIEF).status == 0
     prepared = prepared_before(folder.load_run(), folder, lambda _done, _what: None)
-    room = disk_room.disk_room(prepared, folder)
+    room = finishing.disk_room(prepared, folder)
     assert room is not None
     whole = room.num_checkpoints * room.checkpoint_bytes
     assert whole > 0
-    assert [disk_room.kept_bytes(prepared, folder, 0, num) for num in (2, 3, 4)] == [
+    assert [finishing.kept_bytes(prepared, folder, 0, num) for num in (2, 3, 4)] == [
         whole,
         whole * 2 // 3,
         whole // 2,
     ]
-    disk_room.check_kept(folder, whole)
-    monkeypatch.setattr(disk_room, "free_bytes", lambda _: whole - 1)
+    finishing.check_kept(folder, whole)
+    monkeypatch.setattr(finishing, "free_bytes", lambda _: whole - 1)
     with pytest.raises(BiremeError, match="copies of those of others take"):
-        disk_room.check_kept(folder, whole)
+        finishing.check_kept(folder, whole)
 
 
 def test_a_run_waits_for_room_for_its_last_checkpoint(
@@ -174,7 +174,7 @@ def test_a_run_without_room_for_its_result_is_refused_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, run = write_run(tmp_path, "1f1b", 1), tmp_path / "runs" / "run"
-    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: 100 * 1024)
+    monkeypatch.setattr(finishing, "free_bytes", lambda _path: 100 * 1024)
     result = bireme(capsys, "train", str(path), *settings(training__steps=12))
     assert result.status == 2
     assert "3 checkpoints of 132 KiB and the model of 43.8 KiB need up to 438 KiB at a time" in result.err
@@ -188,7 +188,7 @@ def test_a_run_without_room_for_its_result_is_refused_before_it_starts(
     result = bireme(capsys, "resume", str(run), *settings(training__steps=9, training__schedule_steps=3))
     assert result.status == 2
     assert "1 checkpoint of 132 KiB" in result.err
-    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: None)
+    monkeypatch.setattr(finishing, "free_bytes", lambda _path: None)
     more = settings(training__steps=4, training__schedule_steps=3)
     assert bireme(capsys, "resume", str(run), *more).status == 0
 
@@ -207,10 +207,10 @@ def test_room_for_the_initial_weights_of_an_own_model_counts_while_its_run_begin
     assert disk["needed_bytes"] == sum(
         disk[name] for name in ("initial_bytes", "checkpoint_bytes", "export_bytes")
     )
-    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: disk["needed_bytes"] - 1)
+    monkeypatch.setattr(finishing, "free_bytes", lambda _path: disk["needed_bytes"] - 1)
     result = bireme(capsys, "train", str(path), *words)
     assert result.status == 2
     assert "initial weights of 17.1 KiB, 1 checkpoint of" in result.err
     assert not (tmp_path / "runs").exists()
-    monkeypatch.setattr(disk_room, "free_bytes", lambda _path: disk["needed_bytes"])
+    monkeypatch.setattr(finishing, "free_bytes", lambda _path: disk["needed_bytes"])
     assert bireme(capsys, "train", str(path), *words).status == 0

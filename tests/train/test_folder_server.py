@@ -24,7 +24,7 @@ from bireme.runtime.copies.folder_server import (
 )
 from bireme.runtime.copies.keeper import KeeperAddress, RequestConnection, RequestServer, talk_to
 from bireme.train import run_machines
-from bireme.train.checkpoint.holders import (
+from bireme.train.checkpoint.checkpoint import (
     Holders,
     MachinesNote,
     SpreadTensors,

@@ -3,7 +3,7 @@
 import pytest
 
 from bireme.plan.plan import Plan
-from bireme.train.link_codecs import idle_keys
+from bireme.train.choices import idle_keys
 from bireme.train.run_file import load_run_file
 
 

@@ -9,7 +9,7 @@ from bireme.model.units import chosen_maps
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search import problem
 from bireme.schedule.catalogue import SCHEDULES, generate
-from bireme.train.link_codecs import gradient_document, with_kept_gradients
+from bireme.train.choices import gradient_document, with_kept_gradients
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.estimates import estimated_once
 from tests.support.tiny_profiles import gpt

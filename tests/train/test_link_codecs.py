@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Forecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
-from bireme.train.link_codecs import check_boundaries, idle_codec, link_codecs, with_own_codecs
+from bireme.train.choices import check_boundaries, idle_codec, link_codecs, with_own_codecs
 from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
 from tests.support.training import settings, write_run

@@ -15,8 +15,7 @@ from bireme.model.sources import load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
 from bireme.train.folder import load_asked
-from bireme.train.initial_weights import InitialWeights, placeholders, read_initial
-from bireme.train.model import RunModel
+from bireme.train.model import InitialWeights, RunModel, placeholders, read_initial
 from bireme.train.worker import optimizer_of
 from bireme.user_code import user_function
 from tests.support.alone import alone

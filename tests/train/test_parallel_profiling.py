@@ -12,9 +12,9 @@ from bireme.cluster.device import EngineCost
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF
 from bireme.runtime.world import World
-from bireme.train import parallel_profiling
+from bireme.train import captured_run
+from bireme.train.captured_run import ParallelMeasurer
 from bireme.train.model import RunModel
-from bireme.train.parallel_profiling import ParallelMeasurer
 from bireme.train.plan_search import is_short
 from bireme.train.run_file import load_run_file
 
@@ -52,10 +52,10 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
         return found.engine
 
     monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(parallel_profiling, "launch", launch_here)
-    monkeypatch.setattr(parallel_profiling, "waited_s", perf_counter)
+    monkeypatch.setattr(captured_run, "launch", launch_here)
+    monkeypatch.setattr(captured_run, "waited_s", perf_counter)
     measured()  # on a machine with other things to do
-    monkeypatch.setattr(parallel_profiling, "waited_s", lambda: 0.0)
+    monkeypatch.setattr(captured_run, "waited_s", lambda: 0.0)
     first, again = measured(), measured()
     assert [isinstance(one, EngineCost) for one in given] == [False, False, True]
     assert again.update_s == first.update_s

@@ -6,8 +6,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from bireme.train.prometheus import CONTENT_TYPE, Prometheus
-from bireme.train.run_log import MetricsLog
+from bireme.train.run_log import CONTENT_TYPE, MetricsLog, Prometheus
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\\\|\\"|\\n)*"'

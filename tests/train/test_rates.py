@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.train.folder import RunFolder
-from bireme.train.rates import rate_factor
 from bireme.train.resume_checks import check_rate
 from bireme.train.run_file import RunFile, Training
+from bireme.train.run_file.training import rate_factor
 
 FALLING = ("linear", "cosine", "wsd")
 TINY = 1e-12

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.prepare import RunData, samples_digest
 from bireme.train.data.samples import PackedSamples, Tokens, split_samples, split_tokens
+from bireme.train.data.source import OwnSamples
 from bireme.train.resume_checks import check_same_data, data_identity, load_identity, write_identity
 from bireme.train.run_file import RunFile
 
@@ -79,5 +79,5 @@ def test_other_samples_to_evaluate_with_are_told_of() -> None:
 def test_a_record_of_the_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('{"format": 1, "source": "texts"}')
-    with pytest.raises(BiremeError, match=r"data\.json does not say which data the run was trained on"):
+    with pytest.raises(BiremeError, match=r"data\.json lacks num_samples"):
         load_identity(path)

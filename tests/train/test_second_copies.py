@@ -18,7 +18,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.machines import LaunchedProcess
 from bireme.train.rank_zero_setup import has_copies
 from bireme.train.rendezvous import until
-from bireme.train.run_copies import RunCopies, newest_state, start_name
+from bireme.train.run_checkpoints import RunCopies, newest_state, start_name
 from bireme.train.run_file import load_run_file
 from tests.support.checkpoints import META, fill, snapshot_of
 from tests.support.copies import Copy

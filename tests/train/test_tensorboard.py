@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from bireme.documents import read_json_lines
-from bireme.train.run_log import MetricsLog
-from bireme.train.trackers import TensorBoard
+from bireme.train.run_log import MetricsLog, TensorBoard
 from tests.support.alone import alone
 from tests.support.command import bireme
 from tests.support.training import losses, metrics, settings, write_run

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bireme.train.run_log import MetricsLog
-from bireme.train.trackers import BackgroundTracker, MLflow, Tracker, WandB, curves_of
+from bireme.train.run_log import BackgroundTracker, MetricsLog, MLflow, Tracker, WandB, curves_of
 from tests.support.command import bireme
 from tests.support.training import settings, write_run
 

@@ -86,7 +86,7 @@ def train(
         RunFolder.check_new(run)  # now too, for what comes next may take long
     begin()
     from bireme.report.terminal import progress_bar
-    from bireme.train.disk_room import check_room
+    from bireme.train.finishing import check_room
     from bireme.train.prepare import prepare, write_prepared
 
     with progress_bar("preparing") as progress:
@@ -117,7 +117,7 @@ def _translated(run_file: Path | None, source: Path) -> list[str]:
 def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) -> None:
     """What the run would do and leave."""
     from bireme.train.data.viewing import data_notes
-    from bireme.train.disk_room import disk_room
+    from bireme.train.finishing import disk_room
     from bireme.train.prepare import prepared_document, written_paths
     from bireme.train.run_data import learns
 
@@ -165,11 +165,11 @@ def resumed(
     begin()
     from bireme.report.terminal import progress_bar
     from bireme.train.checkpoint.checkpoint import newest_good
-    from bireme.train.disk_room import check_room
     from bireme.train.export import has_ended
+    from bireme.train.finishing import check_room
+    from bireme.train.outcome import RestartLimitError, check_restart_limit, count_start
     from bireme.train.prepare import prepared_again
     from bireme.train.resume_checks import check_finds_checkpoints, check_rate
-    from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
@@ -262,7 +262,7 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
 
     from bireme.report.plan_document import apart_note
     from bireme.report.train_table import print_prepared
-    from bireme.train.link_codecs import idle_codec, idle_keys
+    from bireme.train.choices import idle_codec, idle_keys
     from bireme.train.plan_search import first_delayed_step, is_short
     from bireme.train.run_data import learns
 

@@ -35,7 +35,7 @@ from bireme.runtime.copies.copier import CopyOrders
 from bireme.runtime.copies.folder_server import digests_at, read_file
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import LaunchHost
-from bireme.train.checkpoint.holders import other_machines
+from bireme.train.checkpoint.checkpoint import other_machines
 from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
@@ -59,7 +59,7 @@ from bireme.train.rendezvous import (
     let_gloo_use_the_way_to,
     until,
 )
-from bireme.train.run_copies import HostKeeper
+from bireme.train.run_checkpoints import HostKeeper
 from bireme.train.run_file import RunFile
 from bireme.wire.listener import own_address
 

@@ -31,9 +31,8 @@ from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
-from bireme.train.checkpoint.holders import MACHINES, MachinesNote
-from bireme.train.disk_room import check_kept, check_room, kept_bytes
-from bireme.train.finishing import DONE, FinishedRun, finish
+from bireme.train.checkpoint.checkpoint import MACHINES, MachinesNote
+from bireme.train.finishing import DONE, FinishedRun, check_kept, check_room, finish, kept_bytes
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
     RunLostError,
@@ -51,7 +50,7 @@ from bireme.train.joined_processes import Attended
 from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
-from bireme.train.outcome import Outcome
+from bireme.train.outcome import Outcome, RestartLimitError
 from bireme.train.prepare import PreparedRun, plan_ahead
 from bireme.train.private_census import (
     Census,
@@ -76,7 +75,7 @@ from bireme.train.rendezvous import (
     until,
 )
 from bireme.train.resume_checks import check_files_here
-from bireme.train.run_copies import HostKeeper
+from bireme.train.run_checkpoints import HostKeeper
 from bireme.train.run_data import data_of
 from bireme.train.run_file import paths_for_all
 from bireme.train.run_machines import (
@@ -87,7 +86,6 @@ from bireme.train.run_machines import (
     take_lines,
     take_run,
 )
-from bireme.train.stops import RestartLimitError
 from bireme.train.worker import train_rank
 from bireme.wire.encryption import set_encryption
 

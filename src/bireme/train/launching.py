@@ -32,14 +32,13 @@ from bireme.runtime.layout import layout_of
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.replicas.launch import launch_replicas
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
-from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good
-from bireme.train.checkpoint.holders import Holders
+from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good
+from bireme.train.choices import sums_of
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
 from bireme.train.joined_processes import phase_of
-from bireme.train.link_codecs import sums_of
 from bireme.train.machines import visible_gpus
-from bireme.train.outcome import REPLAN, Outcome, SyncFigures, first_of
+from bireme.train.outcome import REPLAN, Outcome, SyncFigures, count_start, first_of
 from bireme.train.plan_search import (
     RECORDED,
     chooses_batch,
@@ -53,11 +52,10 @@ from bireme.train.prepare import PreparedRun, write_prepared
 from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.resume_checks import left_at
-from bireme.train.run_copies import HostKeeper, newest_state
+from bireme.train.run_checkpoints import HostKeeper, newest_state
 from bireme.train.run_data import learns
 from bireme.train.run_file import RunFile
 from bireme.train.shares import share_limits, slowed
-from bireme.train.stops import count_start
 from bireme.train.worker import train_rank, train_replica
 
 # A new plan for a run on its way, one of whose devices has become slow.

@@ -24,15 +24,14 @@ from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointSaved, CheckpointWriter
 from bireme.train.data.loader import PartlyRead
 from bireme.train.data.viewing import data_notes
-from bireme.train.evaluation_set import RunEvaluations
-from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankOutcome
+from bireme.train.evaluating import RunEvaluations
+from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankOutcome, Reason
 from bireme.train.plan_search import RECORDED, has_room, recorded_first
 from bireme.train.rank_part import RankPart, RunReading
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter
 from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
 from bireme.train.run_log import RunLog
 from bireme.train.shares import ReplicaNotes
-from bireme.train.stops import Reason
 
 
 @dataclass(frozen=True, slots=True)

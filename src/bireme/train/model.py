@@ -1,6 +1,7 @@
 """The model of a run: where it comes from, its graphs, its loss, and the weights that it begins with."""
 
 import inspect
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
 from bireme.cluster.machine import available_bytes
 from bireme.errors import BiremeError
+from bireme.files import new_folder
 from bireme.model.capture import Captures, Inputs, Loss, batch_size, dropouts_of, resized
 from bireme.model.fused_loss import fused
 from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, evaluate, learned_values
@@ -24,10 +27,95 @@ from bireme.model.sources import ModelSource, load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import Unit
 from bireme.model.weights import Weights, check_weights, load_weights, materialize, packing
-from bireme.train.data.own import own_samples
-from bireme.train.initial_weights import InitialWeights, read_initial
+from bireme.train.checkpoint.manifest import FileEntry
+from bireme.train.checkpoint.shard import SavedTensors, tensor_digest, write_shard
+from bireme.train.data.source import own_samples
 from bireme.train.run_file import RunFile
 from bireme.user_code import names_function, reason_of, user_function
+
+# The initial weights of a run whose model a function of the user makes: made once, read by every rank.
+#
+# The process that prepares the run calls the function on the CPU and writes the tensors to a folder in that
+# of the run, before any rank starts. A rank reads the tensors of its own stages, each checked by its digest.
+# The folder is removed when the run has ended: a resume begins from a checkpoint, which holds all weights.
+
+FILE, _INDEX = "rank-0000.safetensors", "index.json"
+INITIAL_FILES = FILE, _INDEX
+"""The names of the files in the folder that `InitialWeights.write` makes."""
+
+
+class InitialWeights:
+    """Tensors by the model's own names, in memory until they are written."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that `write` will put on the disk; 0 after it."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+
+    def write(self, folder: Path) -> None:
+        """Put the tensors into a folder, whole or not at all, and release their memory."""
+        with new_folder(folder) as draft:
+            entry = write_shard(draft / FILE, self._tensors, machine=0)
+            (draft / _INDEX).write_text(entry.model_dump_json() + "\n", encoding="utf-8")
+        self._tensors = {}
+
+
+def remove_initial(folder: Path) -> None:
+    """Remove the folder, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_initial(folder: Path) -> Weights:
+    """Reads tensors by name from the folder that `InitialWeights.write` has made."""
+    path = folder / _INDEX
+    try:
+        file = FileEntry.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise BiremeError(f"{path} cannot be read ({type(error).__name__}). {_WRITE_AGAIN}") from error
+    saved = SavedTensors(folder, [file])
+    digests = dict(zip(saved, file.digests, strict=True))
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            if name not in saved:
+                raise BiremeError(f"{folder} lacks the tensor {name}. {_WRITE_AGAIN}")
+            tensor = saved[name]
+            if tensor_digest(tensor) != digests[name]:
+                raise BiremeError(
+                    f"{folder / FILE} is damaged: {name} is not as it was written. {_WRITE_AGAIN}"
+                )
+            found[name] = tensor
+        return found
+
+    return read
+
+
+_WRITE_AGAIN = "`bireme resume` writes it again if the run has no checkpoint."
+
+
+def placeholders(graph: Graph) -> Weights:
+    """Tensors in the place of weights that a checkpoint or another replica overwrites before they are used.
+
+    They hold NaN, so that one which is not overwritten shows in the first loss.
+    """
+    states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
+
+    def make(names: Sequence[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in names:
+            dtype: torch.dtype = getattr(torch, states[name].dtype)
+            is_real = dtype.is_floating_point or dtype.is_complex
+            if states[name].is_parameter and dtype.is_floating_point:
+                dtype = torch.float32
+            found[name] = torch.full(states[name].shape, float("nan") if is_real else 0, dtype=dtype)
+        return found
+
+    return make
+
 
 # Whether a model keeps documents apart that share a sample: given where each begins, and checked.
 #

@@ -47,13 +47,14 @@ from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.timeline.timeline import Timeline
 from bireme.train.checkpoint.manifest import Manifest
-from bireme.train.choices import sync_choices, with_choices
-from bireme.train.link_codecs import (
+from bireme.train.choices import (
     check_boundaries,
     gradient_document,
     rounds_of,
     sums_of,
     sums_of_profile,
+    sync_choices,
+    with_choices,
     with_kept_gradients,
 )
 from bireme.train.run_file import Memory, RunFile

@@ -40,25 +40,25 @@ from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.report.plan_document import apart_note, saved_plan_document, sync_document
 from bireme.runtime.layout import layout_of, used_by_plan
 from bireme.runtime.processes import Process, has_server, start_process
-from bireme.train.base_weights import has_base, keep_base
 from bireme.train.captured_run import CapturedRun, micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
-from bireme.train.choices import with_agreement, with_choices, with_choices_of
-from bireme.train.data.mixture import sources_of
-from bireme.train.data.prepare import RunData, check_sizes
-from bireme.train.folder import RunFolder
-from bireme.train.initial_weights import InitialWeights, remove_initial
-from bireme.train.link_codecs import (
+from bireme.train.choices import (
     check_boundaries,
     check_gradient,
     gradient_document,
     sums_of,
     tell_changed_codecs,
+    with_agreement,
+    with_choices,
+    with_choices_of,
     with_own_codecs,
 )
+from bireme.train.data.mixture import sources_of
+from bireme.train.data.prepare import RunData, check_sizes
+from bireme.train.folder import RunFolder
 from bireme.train.machines import Machines, check_paging_disk, machines_here, planning_machines
-from bireme.train.model import RunModel
+from bireme.train.model import InitialWeights, RunModel, remove_initial
 from bireme.train.plan_search import (
     PlannedRun,
     ProfiledRun,
@@ -85,14 +85,16 @@ from bireme.train.resume_checks import (
     check_none_left,
     check_same_run,
     data_identity,
+    has_base,
+    keep_base,
     write_identity,
 )
 from bireme.train.run_data import counted, data_of, with_length_of_data
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO
+from bireme.train.run_log import check_trackers
 from bireme.train.shares import sharing_of
-from bireme.train.trackers import check_trackers
 
 # Mistakes of a run that are found before its model is measured: in its samples.
 

@@ -28,12 +28,11 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan, homes_of, servers_of_places
 from bireme.profile.control import cache_folder
 from bireme.runtime.microbatches import apportioned
-from bireme.train.data.mixture import order_of, sources_of
+from bireme.train.data.documents import StreamSamples
+from bireme.train.data.mixture import ELSEWHERE, ReadableOrder, ReadableSamples, order_of, sources_of
 from bireme.train.data.placing import Epoch, Numbers, Placing, SampleOrder, Stock
 from bireme.train.data.prepare import RunData, check_sizes, is_repeatable, samples_digest
-from bireme.train.data.readable import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.samples import Samples
-from bireme.train.data.stream import StreamSamples
 from bireme.train.model import RunModel
 from bireme.train.run_data import private_samples_of
 from bireme.train.run_file import RunFile

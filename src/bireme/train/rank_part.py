@@ -17,8 +17,7 @@ from bireme.runtime.copies.copier import Copier, CopyOrders, CopySource
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.world import World
-from bireme.train.base_weights import load_base, names_in_base
-from bireme.train.checkpoint.holders import Holders
+from bireme.train.checkpoint.checkpoint import Holders
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import SpreadPlace
 from bireme.train.data.loader import PartlyRead, RankBatches
@@ -27,13 +26,12 @@ from bireme.train.data.prepare import RunData
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
-from bireme.train.outcome import MemoryUsed
+from bireme.train.outcome import MemoryUsed, Stops
 from bireme.train.private_census import Census, ReadableData
 from bireme.train.replica import AveragingReplica, Replica
-from bireme.train.resume_checks import data_identity, load_identity, run_conditions
-from bireme.train.run_copies import RunCopies
+from bireme.train.resume_checks import data_identity, load_base, load_identity, names_in_base, run_conditions
+from bireme.train.run_checkpoints import RunCopies
 from bireme.train.run_file import RunFile
-from bireme.train.stops import Stops
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.captured_run import micro_batches
-from bireme.train.checkpoint.checkpoint import Checkpoint
-from bireme.train.checkpoint.holders import MachinesNote, fetch_manifests
+from bireme.train.checkpoint.checkpoint import Checkpoint, MachinesNote, fetch_manifests
 from bireme.train.choices import check_mode
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
+from bireme.train.outcome import RestartLimitError, check_restart_limit, count_start
 from bireme.train.plan_search import RECORDED, ProfiledRun, chooses_batch, with_batch_of
 from bireme.train.prepare import (
     AfterLoss,
@@ -44,11 +44,10 @@ from bireme.train.prepare import (
 )
 from bireme.train.rendezvous import Environment
 from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
-from bireme.train.run_copies import newest_state, start_name
+from bireme.train.run_checkpoints import newest_state, start_name
 from bireme.train.run_file import RunFile
 from bireme.train.run_machines import bring_run
 from bireme.train.shares import as_slow_as_found
-from bireme.train.stops import RestartLimitError, check_restart_limit, count_start
 
 # The hosts of a run whose replicas may die: which ranks each of them starts.
 #

@@ -30,18 +30,16 @@ from bireme.runtime.world import World
 from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
 from bireme.sync.coordinator.recoveries import HealTimes, Recovery, healed_in, numbers_of_healing
 from bireme.sync.coordinator.state import Changes, MembershipChange
-from bireme.train.checkpoint.checkpoint import step_folder
-from bireme.train.checkpoint.holders import is_elsewhere
+from bireme.train.checkpoint.checkpoint import is_elsewhere, step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
 from bireme.train.data.placing import Numbers, SampleOrder
 from bireme.train.data.samples import Samples
 from bireme.train.data.workers import Task
-from bireme.train.outcome import Outcome
+from bireme.train.outcome import Outcome, Reason, Stops
 from bireme.train.run_file import RunFile
 from bireme.train.run_log import RunLog
-from bireme.train.stops import Reason, Stops
 
 _KEPT_KINDS = frozenset({"train", "evaluation", "membership", "recovery"})
 _KEPT_LINES = 64

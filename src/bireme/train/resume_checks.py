@@ -1,38 +1,206 @@
 """Resume checks: a run may continue only with the same model, at the same place in the same data.
 
-A checkpoint says which batch comes next. That is the right one only if batches are what they were.
+A checkpoint lists which batch comes next. That is the right one only if batches are what they were. So the
+folder of a run and its checkpoints keep the identity of the data, and of frozen weights that lie elsewhere.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import JsonValue
+from torch import Tensor
 
+from bireme.bounds import Bytes
 from bireme.codec.sum_description import parse_sum_codec
-from bireme.documents import read_json_lines, read_json_object
+from bireme.documents import as_dataclass, read_dataclass, read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
+from bireme.model.part import WHOLE
+from bireme.model.weights import METADATA, open_weights, weight_files
 from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.sync.coordinator.samples import in_force, united
-from bireme.train.base_weights import (
-    BASE,
-    BaseIdentity,
-    base_of_checkpoint,
-    check_same_base,
-    load_base,
-)
 from bireme.train.checkpoint.checkpoint import Checkpoint
+from bireme.train.checkpoint.disk import digest_of
+from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.data.prepare import RunData, is_repeatable, samples_digest
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
-from bireme.train.rates import rate_factor
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.training import rate_factor
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """What tells data or weights from others. It is kept as JSON."""
+
+    def plain(self) -> dict[str, JsonValue]:
+        """As JSON has it."""
+        return {"format": _FORMAT, **asdict(self)}
+
+
+_Kept = TypeVar("_Kept", bound=_Identity)
+
+
+def write_identity(path: Path, identity: _Identity) -> None:
+    """Keep an identity in a run's folder."""
+    write_text_atomically(path, json.dumps(identity.plain(), indent=1) + "\n")
+
+
+def _loaded(path: Path, kind: type[_Kept]) -> _Kept | None:
+    return read_dataclass(path, kind, number=_FORMAT) if path.is_file() else None
+
+
+# The base of a run that trains a part of a model: the folder that its frozen weights are read from.
+#
+# Checkpoints of such a run leave out what the base holds and nothing changes, and keep a digest of the base
+# instead. Weights that are made from a seed lie in no folder: they are in the checkpoints of their run.
+
+BASE = "base"
+"""Where the manifest of a checkpoint says which base it belongs to."""
+
+_MOST_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity(_Identity):
+    """What tells a base from others: the bytes of its files, and a digest of all of them.
+
+    `source` is the model's source when the run began, for people.
+    """
+
+    source: str
+    num_bytes: Bytes
+    sha256: str
+
+
+def has_base(run: RunFile) -> bool:
+    """Whether the checkpoints of a new run leave out frozen weights, which its base holds."""
+    return _base_folder(run) is not None
+
+
+def base_identity(run: RunFile) -> BaseIdentity | None:
+    """The identity of a run's base, for which all its files are read; None if the run has no base."""
+    folder = _base_folder(run)
+    if folder is None:
+        return None
+    files = weight_files(folder)
+    with ThreadPoolExecutor(_MOST_THREADS) as threads:
+        digests = list(threads.map(digest_of, files))
+    words = sha256()
+    for file, digest in zip(files, digests, strict=True):
+        words.update(f"{file.name} {digest.sha256}\n".encode())
+    num_bytes = sum(digest.num_bytes for digest in digests)
+    return BaseIdentity(run.model.weights or run.model.source, num_bytes, words.hexdigest())
+
+
+def _base_folder(run: RunFile) -> Path | None:
+    """The folder with the weights that a run begins with, if it trains only a part of them."""
+    kind, _, rest = run.model.source.partition(":")
+    given = run.model.weights or (rest if kind == "hf" else None)
+    if given is None or run.model.from_scratch or run.model.part == WHOLE:
+        return None
+    patterns = "*.safetensors", METADATA
+    return Path(given) if any(any(Path(given).glob(pattern)) for pattern in patterns) else None
+
+
+def names_in_base(graph: Graph) -> frozenset[str]:
+    """The parameters and buffers that stay as the base has them."""
+    changed = {name for operator in graph.operators for name in operator.mutates}
+    return frozenset(
+        state.name
+        for state in (*graph.parameters, *graph.buffers)
+        if state.persistent and not state.trainable and state.name not in changed
+    )
+
+
+def keep_base(path: Path, run: RunFile, resumed_from: Manifest | None) -> None:
+    """Write down in a run's folder which base its checkpoints need; nothing if they hold all weights.
+
+    One that resumes from a checkpoint that holds all goes on so: the base may have changed since.
+    """
+    identity = base_identity(run) if resumed_from is None else base_of_checkpoint(resumed_from)
+    if identity is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_identity(path, identity)
+
+
+def load_base(path: Path) -> BaseIdentity | None:
+    """What a run's folder keeps; None where checkpoints hold all weights."""
+    return _loaded(path, BaseIdentity)
+
+
+def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
+    """The base that a checkpoint needs; None if it holds all weights."""
+    kept = manifest.extra.get(BASE)
+    if not isinstance(kept, dict):
+        return None
+    return as_dataclass(kept, BaseIdentity, number=_FORMAT, source=f"{BASE} of the checkpoint")
+
+
+def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
+    """Refuse a run whose frozen weights are not those `before`; `where` is what needs them."""
+    now = base_identity(run)
+    key = "model.source" if run.model.weights is None else "model.weights"
+    there = run.model.weights or run.model.source
+    remedy = (
+        f"Put the folder back, or set {key} to where it is now; to train on other weights, begin a new run."
+    )
+    if now is None:
+        raise BiremeError(
+            f"{where} needs the frozen weights of {before.source}, but {key} = {there} has no safetensors to "
+            f"read them from. {remedy}"
+        )
+    if now.sha256 != before.sha256:
+        raise BiremeError(
+            f"{where} needs the frozen weights of {before.source}, but {there} holds others now: "
+            f"the SHA-256 of its files begins with {now.sha256[:12]}, and was {before.sha256[:12]}. {remedy}"
+        )
+
+
+class BaseWeights:
+    """Reads frozen weights of a checkpoint from its base, one by one, in the dtype that the graph has.
+
+    The base is checked and opened when the first is read. Use it as a context.
+    """
+
+    def __init__(self, run: RunFile, graph: Graph, identity: BaseIdentity, where: str) -> None:
+        self._run, self._graph, self._identity, self._where = run, graph, identity, where
+        self._stack = ExitStack()
+        self._model: RunModel | None = None
+
+    def __enter__(self) -> "BaseWeights":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._model is None:
+            self._model = self._open()
+        adapter = self._model.source.adapter
+        return self._read(name if adapter is None else adapter.base_names[name])
+
+    def _open(self) -> RunModel:
+        check_same_base(self._identity, self._run, self._where)
+        model = RunModel.of(self._run, 1)
+        folder = _base_folder(self._run)
+        assert folder is not None
+        graph = model.source.base_graph(self._graph)
+        self._read = self._stack.enter_context(open_weights(graph, folder, model=model.source.base))
+        return model
+
 
 # Which data a run learns from, kept in its folder and its checkpoints, and whether they are there again.
 #
@@ -40,8 +208,8 @@ from bireme.train.run_file import RunFile
 # same size too, would be trained on without a word.
 
 
-@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
-class DataIdentity:
+@dataclass(frozen=True, slots=True)
+class DataIdentity(_Identity):
     """What tells data from others: how much there is, and a digest of what the samples hold.
 
     `source` is where they were, for people. `evaluation_sha256` is None where the samples to evaluate with
@@ -53,18 +221,10 @@ class DataIdentity:
     num_tokens: int | None
     sha256: str
     evaluation_sha256: str | None
-    format: Literal[1] = Field(default=1)
-
-    def plain(self) -> dict[str, JsonValue]:
-        """As JSON has it."""
-        return asdict(self)
 
     def __str__(self) -> str:
         tokens = "" if self.num_tokens is None else f" of {self.num_tokens} tokens in all"
         return f"{self.num_samples} samples{tokens}, whose SHA-256 begins with {self.sha256[:12]}"
-
-
-_READER = TypeAdapter(DataIdentity)
 
 
 def data_identity(run: RunFile, data: RunData) -> DataIdentity:
@@ -79,26 +239,9 @@ def data_identity(run: RunFile, data: RunData) -> DataIdentity:
     )
 
 
-def write_identity(path: Path, identity: DataIdentity) -> None:
-    """Keep it in a run's folder."""
-    write_text_atomically(path, _READER.dump_json(identity, indent=1).decode() + "\n")
-
-
 def load_identity(path: Path) -> DataIdentity | None:
-    """What a run's folder keeps; None where an older version of Bireme began the run."""
-    return _identity_from(read_json_object(path), str(path)) if path.is_file() else None
-
-
-def _identity_from(kept: object, origin: str) -> DataIdentity:
-    """What was kept as JSON; `origin` is where, for an error."""
-    try:
-        return _READER.validate_python(kept)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BiremeError(
-            f"{origin} does not say which data the run was trained on: {place}: {first['msg']}."
-        ) from None
+    """The identity in a run's folder; None where an older version of Bireme began the run."""
+    return _loaded(path, DataIdentity)
 
 
 def check_same_data(before: DataIdentity, now: DataIdentity, data: RunData, where: str) -> str:
@@ -285,7 +428,9 @@ def check_same_run(
             "now. Components of another rank start from scratch."
         )
     kept = manifest.extra.get(_DATA)
-    known = load_identity(folder.data) if kept is None else _identity_from(kept, str(where))
+    known = load_identity(folder.data)
+    if isinstance(kept, dict):
+        known = as_dataclass(kept, DataIdentity, number=_FORMAT, source=f"{_DATA} of {where}")
     if known is None:
         doubt = (
             f"{folder.path} was started by a Bireme that kept no digest of the data: make sure that "

@@ -8,6 +8,7 @@ from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
+from bireme.train.data.documents import StreamSamples
 from bireme.train.data.mixture import MixedSamples, sources_of
 from bireme.train.data.prepare import (
     DataRequest,
@@ -18,7 +19,6 @@ from bireme.train.data.prepare import (
     vocabulary_of,
 )
 from bireme.train.data.samples import Samples
-from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile

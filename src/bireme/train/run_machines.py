@@ -34,16 +34,18 @@ from bireme.runtime.copies.folder_server import (
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint import disk
-from bireme.train.checkpoint.checkpoint import find_checkpoints, retire, step_of
-from bireme.train.checkpoint.holders import (
+from bireme.train.checkpoint.checkpoint import (
     MachinesNote,
     fetch_manifest,
+    find_checkpoints,
     note_machines,
     noted_machines,
+    retire,
+    step_of,
 )
 from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, read_manifest
 from bireme.train.folder import RunFolder
-from bireme.train.initial_weights import INITIAL_FILES
+from bireme.train.model import INITIAL_FILES
 from bireme.train.run_file import RunFile
 
 _COPY_S = 6 * 3600.0

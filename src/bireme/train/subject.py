@@ -15,11 +15,11 @@ from bireme.model.graph import Graph
 from bireme.model.sources import load_source
 from bireme.model.weights import Weights, check_weights, load_weights
 from bireme.plan.plan_file import load_plan
-from bireme.train.base_weights import base_of_checkpoint, check_same_base
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
+from bireme.train.resume_checks import base_of_checkpoint, check_same_base
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import toml_value
 

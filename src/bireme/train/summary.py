@@ -21,8 +21,8 @@ from bireme.report.page.metrics import Metrics, Shared, read_metrics
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.simulate.copies import REPLICAS
 from bireme.sync.coordinator.recoveries import Recovery
+from bireme.train.choices import gradient_document, idle_codec, idle_keys, main_codecs
 from bireme.train.folder import RunFolder
-from bireme.train.link_codecs import gradient_document, idle_codec, idle_keys, main_codecs
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.plan_search import first_delayed_step
 from bireme.train.prepare import PreparedRun

@@ -32,23 +32,21 @@ from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
+from bireme.train.choices import link_codecs
 from bireme.train.data.prepare import find_place
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
-from bireme.train.initial_weights import placeholders
-from bireme.train.link_codecs import link_codecs
 from bireme.train.loop import Loop, ScheduleSwitch
-from bireme.train.model import RunModel
-from bireme.train.outcome import MemoryUsed, Outcome
+from bireme.train.model import RunModel, placeholders
+from bireme.train.outcome import MemoryUsed, Outcome, Stops
 from bireme.train.plan_search import flush_twin, grown, plans_of
 from bireme.train.private_census import ReadableData, readable_data
 from bireme.train.rank_part import RankPart, RunStart
-from bireme.train.rates import rate_factor
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter, Replica
-from bireme.train.run_copies import checkpoint_of
+from bireme.train.run_checkpoints import checkpoint_of
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.training import Training
+from bireme.train.run_file.training import Training, rate_factor
 from bireme.train.run_log import RunLog
 from bireme.train.shares import (
     measures_first,
@@ -57,7 +55,6 @@ from bireme.train.shares import (
     sharing_of,
     stage_watch_of,
 )
-from bireme.train.stops import Stops
 
 # The optimizer of a run, as its file asks for it.
 

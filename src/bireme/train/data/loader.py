@@ -20,8 +20,8 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.runtime.microbatches import Rows
+from bireme.train.data.mixture import ELSEWHERE
 from bireme.train.data.placing import SampleOrder
-from bireme.train.data.readable import ELSEWHERE
 from bireme.train.data.samples import Batch, Samples
 from bireme.train.data.workers import Made, Task, Workers, made
 

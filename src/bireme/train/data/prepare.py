@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
-from bireme.train.data.documents import Cut, Packing
+from bireme.train.data.documents import Cut, HeldRows, Packing, StreamSamples, held_apart
 from bireme.train.data.encoding import AnswerRows, Progress, tokenized
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
-from bireme.train.data.own import OwnSamples
 from bireme.train.data.placing import SampleOrder
 from bireme.train.data.samples import (
     PackedSamples,
@@ -34,8 +33,7 @@ from bireme.train.data.samples import (
     split_samples,
     split_tokens,
 )
-from bireme.train.data.source import Source, open_source
-from bireme.train.data.stream import HeldRows, StreamSamples, held_apart
+from bireme.train.data.source import OwnSamples, Source, open_source
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 

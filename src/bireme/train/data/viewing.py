@@ -8,12 +8,11 @@ from torch import Tensor
 
 from bireme.bounds import counted
 from bireme.report.data_table import DataView, ShownSample, ShownToken, SourceView
-from bireme.train.data.documents import DocumentSamples
+from bireme.train.data.documents import DocumentSamples, StreamSamples
 from bireme.train.data.hub import Content
 from bireme.train.data.mixture import MixedSamples, sources_of
 from bireme.train.data.prepare import Recognized, RowForm, RunData
 from bireme.train.data.samples import IGNORED, PackedSamples, Samples, Tokens
-from bireme.train.data.stream import StreamSamples
 from bireme.train.data.tokenizer import Tokenizer
 
 _MOST_IDS_OF_A_LETTER = 8
