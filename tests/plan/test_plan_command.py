@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cli.moved_options import MOVED
+from bireme.cli.main import MOVED
 from bireme.plan.explain import changes
 from bireme.plan.plan_file import load_plan
 from bireme.profile import profiler

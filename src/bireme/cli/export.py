@@ -1,4 +1,4 @@
-"""`bireme export`: the most recent weights of a run as a model folder."""
+"""`bireme export` and `bireme merge`: the most recent weights of a run as a model folder."""
 
 import shlex
 from enum import StrEnum
@@ -78,3 +78,18 @@ def export(
         print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})
         return
     typer.echo(f"Wrote the model after step {step} to {to}.")
+
+
+# `bireme merge`: the adapter of a run added to its base, as a model folder.
+
+
+def merge(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with model.lora.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
+    as_json: Json = False,
+) -> None:
+    """Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
+
+    [dim]bireme merge runs/chats --to model[/dim]
+    """
+    export(run_dir, to, merged=True, as_json=as_json)

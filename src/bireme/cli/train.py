@@ -1,4 +1,4 @@
-"""`bireme train`: train a model over the available devices."""
+"""`bireme train` and `bireme resume`: train a model over the available devices, or continue a run."""
 
 import os
 from collections.abc import Sequence
@@ -307,3 +307,37 @@ def _how_to_go_on(folder: "Path | str") -> str:
     import shlex
 
     return f"To resume: bireme resume {shlex.quote(str(folder))}"
+
+
+# `bireme resume`: continue a run as if it had never stopped.
+
+
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="TABLE.KEY=VALUE",
+            help="Set a key for the rest of the run, such as its steps or its plan. Repeatable.",
+        ),
+    ] = None,
+    restarts: Restarts = None,
+    anyway: Annotated[
+        bool,
+        typer.Option(
+            "--anyway",
+            help="Resume although the last starts reached no new checkpoint, or the disk has no room for "
+            "what the run saves.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Resume a run from its most recent intact checkpoint.
+
+    The exit status is 3 if three starts in a row reached no new checkpoint: another start would not help.
+
+    [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
+    """
+    supervised(partial(resumed, sets=set_, restarts=restarts, anyway=anyway, as_json=as_json))
+    resumed(run_dir, set_, restarts=restarts, anyway=anyway, as_json=as_json)
