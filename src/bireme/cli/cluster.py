@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme.cli.options import Force, Json, check_writable, print_json, refuse, say_written
+from bireme.cli.options import show as show_in
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ def discover(
         typer.Option(
             max=4096,
             help="Number of devices to divide the CPU into; by default 1, or 0 if there are CUDA devices.",
-            show_default=False,
         ),
     ] = None,
     output: Output = None,
@@ -93,12 +93,7 @@ def devices(as_json: Json = False) -> None:
     """
     from bireme.report.cluster_table import catalogue_document, print_catalogue
 
-    if as_json:
-        print_json(catalogue_document())
-        return
-    from rich.console import Console
-
-    print_catalogue(Console())
+    show_in(catalogue_document, print_catalogue, as_json=as_json)
 
 
 @app.command()

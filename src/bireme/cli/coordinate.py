@@ -33,15 +33,12 @@ def coordinate(
         typer.Option(
             metavar="HOST:PORT",
             help=f"This machine's address for the others. By default that of its network card, port {PORT}.",
-            show_default=False,
         ),
     ] = "",
     machines: Annotated[
         str,
         typer.Option(
-            metavar="N | A..B",
-            help="Machines to wait for, with this one unless --no-devices; by default 2.",
-            show_default=False,
+            metavar="N | A..B", help="Machines to wait for, with this one unless --no-devices; by default 2."
         ),
     ] = "",
     wait: Annotated[
@@ -50,7 +47,6 @@ def coordinate(
             min=0,
             metavar="SECONDS",
             help="With A..B: begin with at least A machines if no other comes for so long; by default 30.",
-            show_default=False,
         ),
     ] = None,
     no_devices: Annotated[
@@ -62,7 +58,6 @@ def coordinate(
             metavar="NAME",
             help="A machine of the run that may coordinate it if this one is lost: a name or the beginning "
             "of a key; repeatable. It gets this coordinator's key, so trust it.",
-            show_default=False,
         ),
     ] = None,
     take_over: Annotated[
@@ -71,7 +66,6 @@ def coordinate(
             metavar="RUN",
             help="Coordinate this run in the place of a coordinator that is lost and whose deputy this "
             "machine is.",
-            show_default=False,
         ),
     ] = "",
     revoke: Annotated[
@@ -80,16 +74,10 @@ def coordinate(
             metavar="NAME",
             help="Let a machine take part no more, in a run on its way too, and end. A name or the beginning "
             "of a key.",
-            show_default=False,
         ),
     ] = "",
     admit: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Let a machine take part again that was revoked, and end.",
-            show_default=False,
-        ),
+        str, typer.Option(metavar="NAME", help="Let a machine take part again that was revoked, and end.")
     ] = "",
     as_json: Json = False,
 ) -> None:

@@ -1,11 +1,12 @@
 """`bireme data`: samples as the model will see them, token by token, and what counts in the loss."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, Sets, print_json, settings_of
+from bireme.cli.options import Json, Sets, settings_of, show
 
 _WITHOUT_MODEL = 1024
 """Tokens of a sample if neither a model nor an option says."""
@@ -28,9 +29,7 @@ def data(
     length: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="Tokens of a sample; by default as in the run or as for the model, else 1,024.",
-            show_default=False,
+            metavar="N", help="Tokens of a sample; by default as in the run or as for the model, else 1,024."
         ),
     ] = None,
     set_: Sets = None,
@@ -69,11 +68,6 @@ def data(
         view = view_of(found, tokenizer_name(found.tokenizer), run.data.length, samples)
     for warning in view.warnings:
         tell(warning)
-    if as_json:
-        print_json(view.document())
-        return
-    from rich.console import Console
-
     from bireme.report.data_table import print_data
 
-    print_data(view, Console())
+    show(view.document, partial(print_data, view), as_json=as_json)

@@ -26,7 +26,6 @@ def doctor(
             metavar="TOKEN",
             help="The token that `bireme doctor --listen` prints, or the BIREME_KEY of a run. By default the "
             "variable BIREME_KEY.",
-            show_default=False,
         ),
     ] = "",
     listen: Annotated[
@@ -34,7 +33,6 @@ def doctor(
         typer.Option(
             metavar="HOST:PORT",
             help="Answer other machines at this machine's address HOST, and print the line to type on them.",
-            show_default=False,
         ),
     ] = "",
     as_json: Json = False,

@@ -28,22 +28,20 @@ def evaluate(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per sample; by default as in training, else the model's context, at most 1,024.",
-            show_default=False,
+            help="Tokens per sample; by default as in training, else the model's context, at most 1,024."
         ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER|bytes", help="Tokenizer; by default the model's own.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.", show_default=False)
+        int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.")
     ] = None,
     batches: Annotated[
         int | None,
         typer.Option(
             help="Most batches, 0 for all; by default all of --data, and of a run's own data as many as it "
             "evaluates itself.",
-            show_default=False,
             min=0,
             metavar="N",
         ),
@@ -52,7 +50,6 @@ def evaluate(
         int | None,
         typer.Option(
             help="Processes that share the model as a pipeline; by default as many as its weights need.",
-            show_default=False,
             min=1,
             metavar="N",
         ),

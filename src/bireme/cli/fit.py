@@ -1,10 +1,11 @@
 """`bireme fit`: whether a model fits machines, how fast it trains there, and what would help."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, show
 from bireme.errors import BiremeError, closest
 
 _DEFAULT_TOKENS = "100M"
@@ -59,12 +60,7 @@ def fit(
     asked = min(4096, shape.context) if length is None else length
     question = FitQuestion(shape, machines_of(machines or _here()), TrainedShare(train), asked, batch)
     found = answer(question, within_s=within)
-    if as_json:
-        print_json(fit_document(found, num_tokens))
-        return
-    from rich.console import Console
-
-    print_fit(found, num_tokens, Console())
+    show(partial(fit_document, found, num_tokens), partial(print_fit, found, num_tokens), as_json=as_json)
 
 
 def _number(text: str) -> float:

@@ -25,7 +25,6 @@ def init(
             "--for",
             metavar="PURPOSE",
             help=f"Write only what this purpose needs: {PURPOSES}. Asked for in a terminal.",
-            show_default=False,
         ),
     ] = None,
     model: Annotated[
@@ -33,24 +32,16 @@ def init(
         typer.Option(
             metavar="MODEL",
             help="Model to train, from which values follow: a folder of transformers, or as in model.source.",
-            show_default=False,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            metavar="DATA",
-            help="Data to train on: a file, a folder, or as in data.source.",
-            show_default=False,
-        ),
+        typer.Option(metavar="DATA", help="Data to train on: a file, a folder, or as in data.source."),
     ] = None,
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from",
-            metavar="FILE.yml",
-            help="Translate a configuration of axolotl or LLaMA-Factory.",
-            show_default=False,
+            "--from", metavar="FILE.yml", help="Translate a configuration of axolotl or LLaMA-Factory."
         ),
     ] = None,
     everything: Annotated[

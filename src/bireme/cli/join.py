@@ -25,15 +25,12 @@ def join(
         typer.Option(
             metavar="TOKEN",
             help="The token that `bireme coordinate` prints; a machine that it knows needs none.",
-            show_default=False,
         ),
     ] = "",
     name: Annotated[
         str,
         typer.Option(
-            metavar="NAME",
-            help="This machine's name in the coordinator's list; by default its host name.",
-            show_default=False,
+            metavar="NAME", help="This machine's name in the coordinator's list; by default its host name."
         ),
     ] = "",
     devices: Annotated[
@@ -41,15 +38,12 @@ def join(
         typer.Option(
             metavar="N,N… | none",
             help="The GPUs to lend, by their numbers from 0 on; with `none` it computes on the CPU.",
-            show_default=False,
         ),
     ] = "",
     memory: Annotated[
         str,
         typer.Option(
-            metavar="BYTES",
-            help="The memory of this machine to lend, such as 8GiB. Plans use no more.",
-            show_default=False,
+            metavar="BYTES", help="The memory of this machine to lend, such as 8GiB. Plans use no more."
         ),
     ] = "",
     rate: Annotated[
@@ -57,7 +51,6 @@ def join(
         typer.Option(
             metavar="RATE",
             help="The most to send over each line to another machine, such as 50Mbit/s. Plans count with it.",
-            show_default=False,
         ),
     ] = "",
     hours: Annotated[
@@ -66,7 +59,6 @@ def join(
             metavar="FROM-TO",
             help="Take part in these hours of the day only, such as 20-8 or 20:30-8:00 in local time. At "
             "their end the machine leaves, and it returns when they begin.",
-            show_default=False,
         ),
     ] = "",
     service: Annotated[

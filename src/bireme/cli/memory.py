@@ -1,11 +1,12 @@
 """`bireme memory`: the memory of a training iteration, block by block."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, RunToml, Sets, print_json
+from bireme.cli.options import Json, RunToml, Sets, show
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -61,20 +62,13 @@ def memory(
         from bireme.report.gantt import write_gantt
 
         write_gantt(title, behavior, alone, picture)
-    if as_json:
-        from bireme.report.memory_table import memory_document
+    from bireme.report.memory_table import memory_document, print_memory
 
-        asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
-        print_json(asked | memory_document(behavior, alone, in_turn, paging))
-        return
-    from rich.console import Console
-
-    from bireme.report.memory_table import print_memory
-
-    console = Console()
-    print_memory(title, behavior, alone, in_turn, paging, console)
-    if picture is not None:
-        console.print(f"\nWrote {picture}.", markup=False, highlight=False, soft_wrap=True)
+    asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
+    found = behavior, alone, in_turn, paging
+    show(lambda: asked | memory_document(*found), partial(print_memory, title, *found), as_json=as_json)
+    if picture is not None and not as_json:
+        typer.echo(f"\nWrote {picture}.")
 
 
 def _bandwidth(text: str) -> "Bandwidth":

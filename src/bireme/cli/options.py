@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from bireme.schedule.program import Program
     from bireme.train.plan_search import ProfiledRun
 
@@ -22,14 +25,11 @@ StagesPerRank = Annotated[
     int | None,
     typer.Option(
         help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighboring stages.",
-        show_default=False,
     ),
 ]
 Slices = Annotated[
     int | None,
-    typer.Option(
-        help="Number of micro-batches that 1f1b-sliced slices; by default the best.", show_default=False
-    ),
+    typer.Option(help="Number of micro-batches that 1f1b-sliced slices; by default the best."),
 ]
 AheadBy = Annotated[
     int,
@@ -60,7 +60,6 @@ Restarts = Annotated[
         metavar="N",
         help="Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By "
         "default 3 with sync.mode quorum, groups and diloco, and 0 with allreduce.",
-        show_default=False,
     ),
 ]
 Sets = Annotated[
@@ -278,6 +277,18 @@ def address_of(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise BiremeError(f"{text!r} is not of the form HOST:PORT, such as 192.168.1.5:29600.")
     return host, int(port)
+
+
+def show(
+    document: Callable[[], dict[str, Any]], printed: "Callable[[Console], None]", *, as_json: bool
+) -> None:
+    """Print the JSON document, or what is `printed` in the terminal."""
+    if as_json:
+        print_json(document())
+        return
+    from rich.console import Console
+
+    printed(Console())
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, print_json, refuse, say_written
+from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show
 from bireme.errors import BiremeError, closest
 from bireme.placement.check import PlacementVerdict, check
-from bireme.placement.workload import Granularity, Method, Objective, Request, Workload, device_names
+from bireme.placement.workload import (
+    Granularity,
+    Method,
+    Objective,
+    Placement,
+    Request,
+    Workload,
+    device_names,
+)
 
 if TYPE_CHECKING:
     from bireme.placement.of_model.from_model import ModelWorkload
-    from bireme.placement.workload import Granularity, Placement
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
     from bireme.profile.profile import Profile
 
@@ -106,8 +113,7 @@ def place(
                 metavar="GOAL",
                 text="Time to minimize: {}; by default training if there are backward nodes, else "
                 "throughput.",
-            ),
-            show_default=False,
+            )
         ),
     ] = None,
     method: Annotated[
@@ -317,7 +323,7 @@ class PlacedModel:
         optimizer: str,
         fresh: bool,
         training: bool,
-        granularity: "Granularity",
+        granularity: Granularity,
         copy_tied: bool,
     ) -> "PlacedModel":
         """Capture a model, find the devices, and measure the model here or estimate it for a device."""
@@ -368,7 +374,7 @@ class PlacedModel:
         return cls(made, costs)
 
     def write_plan(
-        self, placement: "Placement", path: Path, schedule: str, num_microbatches: int | None
+        self, placement: Placement, path: Path, schedule: str, num_microbatches: int | None
     ) -> str:
         """Write the plan; return a sentence on what moving its cuts to unit boundaries changed."""
         from bireme.placement.of_model.to_plan import plan_of
@@ -451,18 +457,15 @@ def place_and_show(
     if model is not None:
         document = model.documented(document)
     _write(workload, placement, files, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    show(lambda: document, partial(print_placement, workload, placement, seconds), as_json=as_json)
     if as_json:
-        print_json(document)
         return
-    from rich.console import Console
-
-    print_placement(workload, placement, seconds, Console())
     if moved:
         typer.echo(moved)
     say_written(files.output, files.split, files.picture, files.workload, files.plan)
 
 
-def _write(workload: Workload, placement: "Placement", files: OutputFiles, document: str) -> None:
+def _write(workload: Workload, placement: Placement, files: OutputFiles, document: str) -> None:
     from bireme.files import write_text_atomically
     from bireme.placement.pages.picture import write_placement_picture
     from bireme.placement.workload_file import write_split, write_workload
@@ -499,13 +502,12 @@ def check_split(
     if split.objective in (None, aim):
         wrong_loads = _wrong_loads(workload, split, verdict)
         verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
-    if as_json:
-        print_json(verdict_document(workload, aim, verdict, claimed))
-    else:
-        from rich.console import Console
-
-        pieces = split.pieces if aim is Objective.LATENCY else ()
-        print_verdict(workload, split.devices, pieces, aim, verdict, Console())
+    pieces = split.pieces if aim is Objective.LATENCY else ()
+    show(
+        partial(verdict_document, workload, aim, verdict, claimed),
+        partial(print_verdict, workload, split.devices, pieces, aim, verdict),
+        as_json=as_json,
+    )
     return verdict.valid
 
 
@@ -525,7 +527,7 @@ def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVe
             yield f"The file claims a load of {claimed:.9g} for {name}, but it is {load:.9g}."
 
 
-def _confirmed(workload: Workload, placement: "Placement", num_pieces: int) -> PlacementVerdict:
+def _confirmed(workload: Workload, placement: Placement, num_pieces: int) -> PlacementVerdict:
     """The independent verdict on a solver's result, which must agree with the solver."""
     aim, contiguous = placement.objective, placement.contiguous
     verdict = _verdict(workload, placement, aim, contiguous=contiguous, num_pieces=num_pieces)

@@ -1,5 +1,6 @@
 """`bireme profile`: time and memory of every unit of a model, measured here or estimated for elsewhere."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,8 @@ from bireme.cli.options import (
     Sets,
     begin,
     check_writable,
-    print_json,
     refuse,
+    show,
 )
 
 if TYPE_CHECKING:
@@ -76,24 +77,19 @@ def profile(
         from bireme.profile.profile import save_profile
 
         save_profile(found, output)
-    _show(found, output, as_json=as_json)
-
-
-def _show(found: "Profile", output: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        from bireme.profile.profile import plain_profile
-
-        plain = plain_profile(found)
-        units = [_plain_unit(unit, own) for unit, own in zip(found.units, plain["units"], strict=True)]
-        print_json(plain | {"num_units": len(found.units), "units": units})
-        return
-    from rich.console import Console
-
     from bireme.report.profile_table import print_profile
 
-    print_profile(found, Console())
-    if output is not None:
+    show(partial(_document, found), partial(print_profile, found), as_json=as_json)
+    if output is not None and not as_json:
         typer.echo(f"\nWrote {output}.")
+
+
+def _document(found: "Profile") -> dict[str, Any]:
+    from bireme.profile.profile import plain_profile
+
+    plain = plain_profile(found)
+    units = [_plain_unit(unit, own) for unit, own in zip(found.units, plain["units"], strict=True)]
+    return plain | {"num_units": len(found.units), "units": units}
 
 
 def _plain_unit(unit: "UnitProfile", plain: dict[str, Any]) -> dict[str, Any]:

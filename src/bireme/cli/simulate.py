@@ -27,17 +27,17 @@ from bireme.cli.options import (
     check_plan_file,
     check_writable,
     given_of,
-    print_json,
     profiled_run,
     refuse,
     say_written,
+    show,
 )
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
     from bireme.schedule.budgets import Budgets
     from bireme.schedule.program import Program
-    from bireme.simulate.comparison import Lookahead, ScheduleOutcome
+    from bireme.simulate.comparison import Lookahead
     from bireme.simulate.costs import Costs
     from bireme.simulate.links import Links
     from bireme.timeline.timeline import Timeline
@@ -117,7 +117,7 @@ def simulate(
     lookahead: AheadBy = 0,
     sweep: Sweep = 1,
     forward_s: Annotated[
-        float | None, times_option(help="Seconds of a stage's forward; by default 1.", show_default=False)
+        float | None, times_option(help="Seconds of a stage's forward; by default 1.")
     ] = None,
     backward_s: Annotated[
         float | None, times_option(help="Seconds of a stage's backward; by default twice the forward.")
@@ -170,13 +170,11 @@ def simulate(
     host_update_s: Annotated[
         float | None,
         tiers_option(
-            help="Seconds of a stage's optimizer step on the host; without it all steps run on the device.",
-            show_default=False,
+            help="Seconds of a stage's optimizer step on the host; without it all steps run on the device."
         ),
     ] = None,
     chunk_bytes: Annotated[
-        int | None,
-        tiers_option(help="Bytes of a chunk; by default the size that wastes least.", show_default=False),
+        int | None, tiers_option(help="Bytes of a chunk; by default the size that wastes least.")
     ] = None,
     trace: Annotated[
         Path | None, output_option(metavar="FILE.json", help="Write a Chrome trace, for ui.perfetto.dev.")
@@ -258,7 +256,11 @@ def simulate(
             overlap_reduce=overlap_reduce,
             agree=agree,
         )
-        _show_comparison(list(contenders), as_json=as_json)
+        from bireme.report.document import comparison_document
+        from bireme.report.terminal import print_comparison
+
+        outcomes = list(contenders)
+        show(partial(comparison_document, outcomes), partial(print_comparison, outcomes), as_json=as_json)
         return
     if name == "1f1b-sliced" and slices is None:
         from bireme.simulate.comparison import solve_slices
@@ -432,27 +434,13 @@ def _advice(
 
 
 def _show(timeline: "Timeline", advice: "Lookahead | None", *written: Path | None, as_json: bool) -> None:
-    if as_json:
-        from bireme.report.document import timeline_document
-
-        print_json(timeline_document(timeline, advice))
-        return
-    from rich.console import Console
-
+    from bireme.report.document import timeline_document
     from bireme.report.terminal import print_timeline
 
-    print_timeline(timeline, Console(), advice)
-    say_written(*written)
-
-
-def _show_comparison(contenders: "list[ScheduleOutcome]", *, as_json: bool) -> None:
-    if as_json:
-        from bireme.report.document import comparison_document
-
-        print_json(comparison_document(contenders))
-        return
-    from rich.console import Console
-
-    from bireme.report.terminal import print_comparison
-
-    print_comparison(contenders, Console())
+    show(
+        lambda: timeline_document(timeline, advice),
+        lambda console: print_timeline(timeline, console, advice),
+        as_json=as_json,
+    )
+    if not as_json:
+        say_written(*written)

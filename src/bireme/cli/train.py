@@ -34,9 +34,7 @@ def train(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run's folder, in runs/ unless set.")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps to train, whatever the run file says.", show_default=False)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train, whatever the run file says.")] = None,
     set_: Sets = None,
     source: Annotated[
         Path | None,
@@ -44,7 +42,6 @@ def train(
             "--from",
             metavar="FILE.yml",
             help="Train by a configuration of axolotl or LLaMA-Factory instead of a run file.",
-            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
