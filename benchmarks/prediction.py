@@ -28,7 +28,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.launching import start
 from bireme.train.prepare import PreparedRun, prepare, write_prepared
 from bireme.train.run_file import RunFile
-from bireme.train.summary import RunSummary
 
 NUM_CORES = 2
 MODELS = {
@@ -83,7 +82,7 @@ def short(prepared: PreparedRun, seconds: float, name: str) -> PreparedRun:
     return replace(prepared, run=changed)
 
 
-def trained(prepared: PreparedRun) -> RunSummary:
+def trained(prepared: PreparedRun) -> dict[str, Any]:
     folder = RunFolder.new(prepared.run, datetime.now())
     write_prepared(prepared, folder)
     return start(prepared, folder, None, is_shown=False).summary
@@ -98,18 +97,18 @@ def row_of(name: str, workers: int, num_runs: int, seconds: float) -> dict[str, 
             runs.append(trained(short(prepared, seconds, f"run-{number}")))
             after = stolen_s()
             stolen.append((after[0] - before[0]) / (after[1] - before[1]))
-    predicted_s = runs[0].predicted_batch_s or 0.0
-    speeds = [1.0 if one.control is None else one.control.speed for one in runs]
-    measured = [one.measured_batch_s or 0.0 for one in runs]
+    predicted_s = runs[0]["predicted_batch_s"] or 0.0
+    speeds = [1.0 if one["control"] is None else one["control"]["speed"] for one in runs]
+    measured = [one["measured_batch_s"] or 0.0 for one in runs]
     peaks = [
-        (rank.measured_peak_bytes or 0) / (rank.predicted_peak_bytes or 1)
+        (rank["measured_peak_bytes"] or 0) / (rank["predicted_peak_bytes"] or 1)
         for one in runs
-        for rank in one.ranks
+        for rank in one["ranks"]
     ]
     return {
         "model": name,
         "workers": workers,
-        "schedule": runs[0].schedule,
+        "schedule": runs[0]["schedule"],
         "micro_batches": prepared.plan.plan.num_microbatches,
         "predicted_s": predicted_s,
         "measured_s": Spread.of(measured),
@@ -117,7 +116,7 @@ def row_of(name: str, workers: int, num_runs: int, seconds: float) -> dict[str, 
         "measured_to_predicted": Spread.of(
             [one_s * speed / predicted_s for one_s, speed in zip(measured, speeds, strict=True)]
         ),
-        "predicted_peak_bytes": max(rank.predicted_peak_bytes or 0.0 for rank in runs[0].ranks),
+        "predicted_peak_bytes": max(rank["predicted_peak_bytes"] or 0.0 for rank in runs[0]["ranks"]),
         "peak_to_predicted": Spread.of(peaks),
         "stolen_share": median(stolen),
     }

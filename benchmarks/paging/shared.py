@@ -25,7 +25,6 @@ from bireme.train.launching import start
 from bireme.train.plan_search import plan_request_of
 from bireme.train.prepare import PreparedRun, prepare, write_prepared
 from bireme.train.run_file import load_run_file
-from bireme.train.summary import RunSummary
 
 __all__ = ["QUICK_SUBJECT", "SUBJECT", "Subject", "row_of_shared", "verdicts_of_shared"]
 
@@ -86,7 +85,7 @@ WIRES = ("gathered", "summed")
 class Ran:
     """A run that is over, and the loss of each of its steps."""
 
-    summary: RunSummary
+    summary: dict[str, Any]
     losses: tuple[float, ...]
 
 
@@ -116,9 +115,8 @@ def row_of_shared(subject: Subject) -> dict[str, Any]:
         resident = ran(with_room(prepared))
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     assert forecast is not None, "a plan that was searched for has one"
-    summary, tiers = offloaded.summary, offloaded.summary.tiers or ()
-    shared = summary.sync.shared
-    assert shared is not None, "two replicas share"
+    summary, tiers = offloaded.summary, offloaded.summary["tiers"]
+    shared = summary["sync"]["shared"]
     row: dict[str, Any] = {
         "model": subject.model,
         "parts": plan.stages_per_rank or 1,
@@ -126,26 +124,26 @@ def row_of_shared(subject: Subject) -> dict[str, Any]:
         "sweep": plan.sweep,
         "micro_batches": plan.num_microbatches,
         "recomputed": len(plan.recompute),
-        "steps": summary.steps,
+        "steps": summary["steps"],
         "predicted_s": forecast.batch_s,
-        "step_s": summary.measured_batch_s,
-        "resident_run_s": resident.summary.measured_batch_s,
+        "step_s": summary["measured_batch_s"],
+        "resident_run_s": resident.summary["measured_batch_s"],
         "equal_losses": sum(
             one == other for one, other in zip(offloaded.losses, resident.losses, strict=True)
         ),
         "last_loss": offloaded.losses[-1],
     }
     for tier in ("device", "host", "disk"):
-        own = [one for one in tiers if one.tier == tier]
-        budgets = [one.peak_bytes / one.budget_bytes for one in own if one.budget_bytes]
+        own = [one for one in tiers if one["tier"] == tier]
+        budgets = [one["peak_bytes"] / one["budget_bytes"] for one in own if one["budget_bytes"]]
         row[f"{tier}_peak_to_budget"] = max(budgets, default=0.0)
-        row[f"{tier}_mb_a_step"] = sum(one.bytes_moved for one in own) / summary.steps / 1e6
+        row[f"{tier}_mb_a_step"] = sum(one["bytes_moved"] for one in own) / summary["steps"] / 1e6
         row[f"{tier}_bytes_beyond_program"] = sum(
-            abs(one.bytes_moved - one.predicted_bytes_moved) for one in own
+            abs(one["bytes_moved"] - one["predicted_bytes_moved"]) for one in own
         )
     for wire in WIRES:
-        sent, predicted = getattr(shared, f"{wire}_bytes"), getattr(shared, f"predicted_{wire}_bytes")
-        row[f"{wire}_mb_a_step"] = sent / summary.steps / 1e6
+        sent, predicted = shared[f"{wire}_bytes"], shared[f"predicted_{wire}_bytes"]
+        row[f"{wire}_mb_a_step"] = sent / summary["steps"] / 1e6
         row[f"{wire}_to_predicted"] = sent / predicted
     return row
 

@@ -19,7 +19,6 @@ from benchmarks.prediction import short, trained
 from bireme.errors import BiremeError
 from bireme.train.prepare import PreparedRun, prepare
 from bireme.train.run_file import load_run_file
-from bireme.train.summary import RunSummary
 
 __all__ = ["RUNS", "Run", "row_of_run", "verdicts_of_runs"]
 
@@ -79,8 +78,8 @@ def row_of_run(run: Run, *, is_quick: bool) -> dict[str, Any]:
         found = [trained(short(prepared, seconds, f"run-{number}")) for number in range(num_runs)]
     plan, forecast = prepared.plan.plan, prepared.plan.forecast
     assert forecast is not None, "a plan that was searched for has one"
-    measured = [one.measured_batch_s or 0.0 for one in found]
-    speeds = [1.0 if one.control is None else one.control.speed for one in found]
+    measured = [one["measured_batch_s"] or 0.0 for one in found]
+    speeds = [1.0 if one["control"] is None else one["control"]["speed"] for one in found]
     return {
         "run": run.name,
         "workers": run.workers,
@@ -100,18 +99,18 @@ def row_of_run(run: Run, *, is_quick: bool) -> dict[str, Any]:
         "program_mb_a_step": _moved(found, "predicted_bytes_moved"),
         "moved_mb_a_step": _moved(found, "bytes_moved"),
         "peak_to_budget": max(
-            tier.peak_bytes / tier.budget_bytes
+            tier["peak_bytes"] / tier["budget_bytes"]
             for one in found
-            for tier in one.tiers or ()
-            if tier.tier == "device" and tier.budget_bytes
+            for tier in one["tiers"]
+            if tier["tier"] == "device" and tier["budget_bytes"]
         ),
     }
 
 
-def _moved(found: Sequence[RunSummary], what: str) -> float:
+def _moved(found: Sequence[dict[str, Any]], what: str) -> float:
     """Megabytes a step that went into all tiers of all ranks, in the mean over the runs."""
-    moved = sum(getattr(tier, what) for one in found for tier in one.tiers or ())
-    return float(moved / sum(one.steps for one in found) / 1e6)
+    moved = sum(tier[what] for one in found for tier in one["tiers"])
+    return float(moved / sum(one["steps"] for one in found) / 1e6)
 
 
 def verdicts_of_runs(rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:

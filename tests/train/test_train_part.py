@@ -53,7 +53,7 @@ def _trained(path: Path, run: Path, words: list[str]) -> dict[str, Any]:
     made = RunFolder(run)
     made.path.mkdir(parents=True)
     write_prepared(prepared, made)
-    return start(prepared, made, None, is_shown=False).summary.document()
+    return start(prepared, made, None, is_shown=False).summary
 
 
 @pytest.fixture(scope="module")

@@ -285,17 +285,17 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
 def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
     """Show the results."""
     if as_json:
-        print_json(finished.summary.document())
+        print_json(finished.summary)
         if finished.is_stopped:
-            how = _how_to_go_on(finished.summary.run_dir)
+            how = _how_to_go_on(finished.summary["run_dir"])
             typer.echo(f"bireme: stopped ({finished.reason}). {how}", err=True)
     else:
         from rich.console import Console
 
         from bireme.report.train_table import print_summary
 
-        document = finished.summary.document()
-        print_summary(document, Console(), is_stopped=finished.is_stopped, is_lost=bool(finished.lost))
+        is_stopped, is_lost = finished.is_stopped, bool(finished.lost)
+        print_summary(finished.summary, Console(), is_stopped=is_stopped, is_lost=is_lost)
     if finished.lost:
         typer.echo(f"bireme: {finished.lost}", err=True)
 

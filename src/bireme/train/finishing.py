@@ -1,8 +1,9 @@
 """What a run leaves: room on the disk for it, an exported model, a sample of its text, and a summary."""
 
+import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from bireme.bounds import bytes_text, counted
 from bireme.errors import BiremeError
-from bireme.files import free_bytes
+from bireme.files import free_bytes, write_text_atomically
 from bireme.model.sources import load_source
 from bireme.profile.optimizers import SHORT, optimizer_bytes
 from bireme.schedule.program import Rule
@@ -28,7 +29,7 @@ from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun
 from bireme.train.resume_checks import has_base, names_in_base
 from bireme.train.run_file import Log, RunFile
-from bireme.train.summary import RunSummary, summary_of
+from bireme.train.summary import summary_of
 
 DONE = ("finished", "time limit")
 """The reasons to stop that leave a trained model."""
@@ -38,7 +39,7 @@ DONE = ("finished", "time limit")
 class FinishedRun:
     """The result of a run that was started here, and how it ended."""
 
-    summary: RunSummary
+    summary: dict[str, Any]
     reason: str
     lost: str = ""
     """Why the result that was asked for is not on the disk, and what to do; empty if it is."""
@@ -65,9 +66,10 @@ def finish(prepared: PreparedRun, folder: RunFolder, outcomes: list[Outcome]) ->
         remove_initial(folder.initial)
     summary = summary_of(prepared, folder, outcomes, sample)
     try:
-        summary.write(folder.summary)
+        text = json.dumps(summary, ensure_ascii=False, indent=1) + "\n"
+        write_text_atomically(folder.summary, text)
     except BiremeError as error:  # what it says is shown all the same
-        summary = replace(summary, warnings=(*summary.warnings, str(error)))
+        summary["warnings"].append(str(error))
     return FinishedRun(summary, own.reason, lost)
 
 
