@@ -1,13 +1,10 @@
 """`bireme evaluate`: the loss of a run, or of any model in a folder, on some data."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bireme.cli.options import Json, Sets, print_json, settings_of
-
-if TYPE_CHECKING:
-    from bireme.train.evaluating import Evaluated
 
 
 def evaluate(
@@ -61,7 +58,7 @@ def evaluate(
 
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
     """
-    from bireme.report.terminal import progress_bar
+    from bireme.report.terminal import progress_bar, tell
     from bireme.runtime.board import RankFailed
     from bireme.train.evaluating import evaluate as evaluated
     from bireme.train.subject import subject_of
@@ -74,35 +71,35 @@ def evaluate(
     sets = [*(set_ or ()), *own]
     try:
         with progress_bar("loading the model") as progress:
-            subject = subject_of(model, sets, lambda text: typer.echo(f"bireme: {text}", err=True))
+            subject = subject_of(model, sets, tell)
             found = evaluated(subject, data, most_batches=batches, workers=workers, progress=progress)
     except RankFailed as error:
-        typer.echo(f"bireme: {error}", err=True)
+        tell(str(error))
         raise typer.Exit(1) from None
-    for warning in found.warnings:
-        typer.echo(f"bireme: {warning}", err=True)
+    for warning in found["warnings"]:
+        tell(warning)
     if as_json:
-        print_json(found.document())
+        print_json(found)
     else:
         _show(found)
 
 
-def _show(found: "Evaluated") -> None:
-    figures = found.figures
-    step = "" if found.step is None else f" after step {found.step}"
-    typer.echo(f"{found.model}{step}, on {found.data}")
-    parts = [f"loss {figures.loss:.4f}"]
-    if figures.perplexity is not None:
-        parts.append(f"perplexity {figures.perplexity:,.4g}")
-    if figures.bits_per_byte is not None:
-        parts.append(f"{figures.bits_per_byte:.4f} bits per byte")
+def _show(found: dict[str, Any]) -> None:
+    step = "" if found["step"] is None else f" after step {found['step']}"
+    typer.echo(f"{found['model']}{step}, on {found['data']}")
+    parts = [f"loss {found['loss']:.4f}"]
+    if found["perplexity"] is not None:
+        parts.append(f"perplexity {found['perplexity']:,.4g}")
+    if found["bits_per_byte"] is not None:
+        parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
     typer.echo(", ".join(parts))
-    of_samples = "" if found.samples_given in (None, found.num_samples) else f" of {found.samples_given:,}"
-    counted = f"{found.num_samples:,}{of_samples} samples"
-    if figures.tokens is not None and figures.tokens_per_s is not None:
-        given = "" if found.tokens_given is None else f" of {found.tokens_given:,}"
-        counted = f"{figures.tokens:,}{given} tokens in {counted}, {figures.tokens_per_s:,.0f} tokens/s"
+    samples, tokens, rate = found["num_samples"], found["tokens"], found["tokens_per_s"]
+    of_samples = "" if found["samples_given"] in (None, samples) else f" of {found['samples_given']:,}"
+    counted = f"{samples:,}{of_samples} samples"
+    if tokens is not None and rate is not None:
+        given = "" if found["tokens_given"] is None else f" of {found['tokens_given']:,}"
+        counted = f"{tokens:,}{given} tokens in {counted}, {rate:,.0f} tokens/s"
     typer.echo(counted)
-    words = [] if found.tokenizer is None else [f"tokenizer: {found.tokenizer}"]
-    words += [] if found.length is None else [f"{found.length:,} tokens in a sample"]
-    typer.echo("; ".join([*words, f"loss on {found.loss_on}"]))
+    words = [] if found["tokenizer"] is None else [f"tokenizer: {found['tokenizer']}"]
+    words += [] if found["length"] is None else [f"{found['length']:,} tokens in a sample"]
+    typer.echo("; ".join([*words, f"loss on {found['loss_on']}"]))

@@ -287,94 +287,58 @@ _FILLED = 0.8
 """How much of a device's memory weights may take, so that there is some for what goes through."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The result of an evaluation, and of what it is.
-
-    `tokens_given` and `samples_given` are those of all the data, None if nobody knows them. Losses may be
-    compared if their `tokenizer`, `length` and `loss_on` are equal; these are as in `learns`.
-    """
-
-    model: str
-    step: int | None
-    data: str
-    figures: Figures
-    num_samples: int
-    seconds: float
-    num_workers: int
-    device: str
-    tokens_given: int | None
-    samples_given: int | None
-    tokenizer: str | None
-    length: int | None
-    loss_on: str
-    warnings: tuple[str, ...]
-
-    def document(self) -> dict[str, Any]:
-        """In the words of JSON."""
-        found = asdict(self) | {"warnings": list(self.warnings)}
-        figures: dict[str, Any] = found.pop("figures")
-        about = {name: found.pop(name) for name in ("model", "step", "data")}
-        return about | figures | found
-
-
 def evaluate(
     subject: Subject, data: str | None, *, most_batches: int | None, workers: int | None, progress: Progress
-) -> Evaluated:
-    """Evaluate a model on `data`, or a run on what it kept apart for that, as it does itself.
+) -> dict[str, Any]:
+    """Evaluate a model on `data`, or a run on what it kept apart for that, as it does itself; the result as
+    its document.
 
     `most_batches` limits how much of the data is taken; 0 is all. `workers` are processes; if None as many as
-    the weights need.
+    the weights need. In the document `tokens_given` and `samples_given` are those of all the data, None if
+    they are unknown. Losses may be compared if their `tokenizer`, `length` and `loss_on` are equal; these are
+    as in `learns`.
     """
     progress(0.0, "loading the model")
     job = _job(subject, data, most_batches)
     model = RunModel.of(job.run, max(1, job.run.training.batch_size // subject.num_microbatches))
-    found = _found(job, model, progress)
+    held = _found(job, model, progress)
+    samples = held.training
     progress(0.0, "capturing the model")
     graph = model.evaluation.graph() if subject.graph is None else load_graph(subject.graph)
     if not graph.any_batch and not job.is_as_in_run:
         # It takes batches of one size alone, and no sample is to be left over.
-        size = _divisor(len(found.samples), model.run.training.batch_size)
+        most = min(len(samples), model.run.training.batch_size)
+        size = next(size for size in range(most, 0, -1) if len(samples) % size == 0)
         graph, job = model.evaluation.graph(size), job.with_batch(size)
     model.check_loss(graph)
-    check_sizes(found.samples, graph.inputs, "evaluation", is_text=found.is_text)
+    check_sizes(samples, graph.inputs, "evaluation", is_text=held.is_text)
     subject.check(model, graph)
     machines, num_stages = _machines(job.run, graph, workers)
     job = replace(job, num_stages=num_stages, device=machines.device)
     with TemporaryDirectory() as scratch:
         job = replace(job, graph=Path(scratch) / "graph.json")
         save_graph(graph, job.graph)
-        measured = _measure(None, job, progress) if num_stages == 1 else _over_workers(job, machines)
-    if not any(one.weight for one in measured.evaluations.values()):
+        found, seconds = _measure(None, job, progress) if num_stages == 1 else _over_workers(job, machines)
+    if not any(one.weight for one in found.values()):
         raise BiremeError(f"Nothing in {job.data} counts for the loss, so there is none. Give other data.")
-    figures = combined(
-        measured.evaluations,
-        _sets(job, found.samples),
-        shares_of(found.samples) if job.is_as_in_run else {_WHOLE: 1.0},
-        seconds=measured.seconds,
-        tokenizer=found.tokenizer,
-    )
-    return Evaluated(
-        subject.name,
-        subject.step,
-        job.data,
-        figures,
-        sum(one.num_samples for one in measured.evaluations.values()),
-        measured.seconds,
-        num_stages,
-        job.device,
-        tokens_given=_num_tokens(found.samples),
-        samples_given=len(found.samples),
-        tokenizer=tokenizer_name(found.tokenizer),
-        length=job.run.data.length if found.is_text else None,
-        loss_on=found.loss_on,
-        warnings=sample_notes(found.samples),
-    )
-
-
-def _divisor(count: int, most: int) -> int:
-    """The largest number up to `most` that divides a count."""
-    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
+    shares = shares_of(samples) if job.is_as_in_run else {_WHOLE: 1.0}
+    figures = combined(found, _sets(job, samples), shares, seconds=seconds, tokenizer=held.tokenizer)
+    return {
+        "model": subject.name,
+        "step": subject.step,
+        "data": job.data,
+        **asdict(figures),
+        "num_samples": sum(one.num_samples for one in found.values()),
+        "seconds": seconds,
+        "num_workers": num_stages,
+        "device": job.device,
+        "tokens_given": _num_tokens(samples),
+        "samples_given": len(samples),
+        "tokenizer": tokenizer_name(held.tokenizer),
+        "length": job.run.data.length if held.is_text else None,
+        "loss_on": held.loss_on,
+        "warnings": list(sample_notes(samples)),
+    }
 
 
 def _num_tokens(samples: Samples) -> int | None:
@@ -412,22 +376,6 @@ class _Job:
         return replace(self, run=run, subject=replace(self.subject, num_microbatches=1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    evaluations: dict[str, Evaluation]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The samples to evaluate with, the tokenizer they were made by, and what counts in their loss."""
-
-    samples: Samples
-    tokenizer: Tokenizer | None
-    is_text: bool
-    loss_on: str
-
-
 def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
     """Which data to take: all that is given, else what the run takes itself of the data that it held out."""
     run, asked = subject.run, subject.run.data
@@ -445,8 +393,8 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
     return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
 
 
-def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Found:
-    """The samples, which the cache has from the second time on."""
+def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> RunData:
+    """The data, which the cache has from the second time on; `training` are the samples to evaluate with."""
     run = job.run
     if not job.is_apart:  # so that a single sample is enough
         run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
@@ -455,14 +403,13 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> _Fou
     samples = data.evaluation if job.is_apart else data.training
     if samples is None:
         raise BiremeError(f"{job.subject.name} held out no data for evaluation. Name some: --data FILE.")
-    if job.most_batches is None and any(
-        isinstance(one, StreamSamples) for one in sources_of(samples).values()
-    ):
+    is_stream = any(isinstance(one, StreamSamples) for one in sources_of(samples).values())
+    if job.most_batches is None and is_stream:
         raise BiremeError(
             f"{job.data} is a stream, which may have no end. Say how many batches to take of it, such as "
             "--batches 100."
         )
-    return _Found(samples, data.tokenizer, data.is_text, data.loss_on)
+    return replace(data, training=samples)
 
 
 def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
@@ -508,6 +455,10 @@ def _least(graph: Graph, num_cuda: int) -> int:
     return needed
 
 
+_Measured = tuple[dict[str, Evaluation], float]
+"""The evaluation of each source, and the seconds of all."""
+
+
 def _over_workers(job: _Job, machines: Machines) -> _Measured:
     measured: Sequence[_Measured] = launch(
         _measure,
@@ -525,7 +476,7 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
     """What every process does: make its part of the model, and run its part of all batches."""
     device = device_of_process(job.device, 0) if world is None else world.device
     model, graph = RunModel.of(job.run, 1), load_graph(job.graph)
-    sets = _sets(job, _found(job, model).samples)
+    sets = _sets(job, _found(job, model).training)
     pipeline = ForwardPipeline(
         graph,
         world,
@@ -543,7 +494,7 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
                 batches = _told(batches, len(taken), progress)
             with torch.no_grad():
                 found[name] = pipeline.evaluate(batches)
-        return _Measured(found, perf_counter() - begin_s)
+        return found, perf_counter() - begin_s
     finally:
         pipeline.close()
 
