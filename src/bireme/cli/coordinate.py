@@ -167,7 +167,7 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tup
     folder = RunFolder.named(run, datetime.now()).path
     with suppress(OSError):  # machines that share the folder are to see it; rank 0 says what is wrong
         folder.parent.mkdir(parents=True, exist_ok=True)
-    run = run.model_copy(update={"log": run.log.model_copy(update={"name": folder.name})})
+    run = run.with_keys("log", name=folder.name)
     uses_gpus = run.cluster.device != "cpu" and run.cluster.backend != "gloo"
     offer = RunOffer(
         to_toml(run),

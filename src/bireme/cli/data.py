@@ -62,7 +62,7 @@ def data(
         run = load_asked(run_file, sets) if is_run else load_run_file(None, sets)
         run = with_length_of_data(run, progress)
         # One sample is enough to be shown, however large the batches of the run are.
-        run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
+        run = run.with_keys("training", batch_size=1)
         has_model = is_run or model is not None or any(text.startswith("model.") for text in sets)
         found = data_of(run, RunModel.of(run, 1) if has_model else None, progress)
         view = view_of(found, tokenizer_name(found.tokenizer), run.data.length, samples)

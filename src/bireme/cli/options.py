@@ -138,8 +138,7 @@ def profiled_run(
 
     run = load_asked(run_file, sets or ())
     if named := tuple(text for text in profiles or () if "=" in text):
-        plan = run.plan.model_copy(update={"profiles": (*(run.plan.profiles or ()), *named)})
-        run = run.model_copy(update={"plan": plan})
+        run = run.with_keys("plan", profiles=(*(run.plan.profiles or ()), *named))
     if file is not None and not names_model(run):
         return ProfiledRun.without_model(run, file)
     measures = file is None and like is None

@@ -113,7 +113,7 @@ def with_choices_of(run: RunFile, begun: RunFile) -> RunFile:
 def _with_shard(run: RunFile, shard: str) -> RunFile:
     if run.memory.shard != AUTO:
         return run
-    return run.model_copy(update={"memory": run.memory.model_copy(update={"shard": shard})})
+    return run.with_keys("memory", shard=shard)
 
 
 # The codecs of a run's boundaries, batch by batch: from the run file and the plan.

@@ -371,8 +371,7 @@ class _Job:
 
     def with_batch(self, size: int) -> "_Job":
         """The same with batches of so many samples, which go through the model at once."""
-        training = self.run.training.model_copy(update={"batch_size": size})
-        run = self.run.model_copy(update={"training": training})
+        run = self.run.with_keys("training", batch_size=size)
         return replace(self, run=run, subject=replace(self.subject, num_microbatches=1))
 
 
@@ -383,11 +382,10 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
         raise BiremeError(f"{subject.name} is a model without data. Name some to evaluate with: --data FILE.")
     is_apart = data is None
     if is_apart and most_batches:
-        limited = run.training.model_copy(update={"evaluation_batches": most_batches})
-        run = run.model_copy(update={"training": limited})
+        run = run.with_keys("training", evaluation_batches=most_batches)
     if not is_apart:
         other = {"source": data, "mixture": None, "evaluation_source": None, "evaluation_fraction": 0.0}
-        run = run.model_copy(update={"data": asked.model_copy(update=other)})
+        run = run.with_keys("data", **other)
     own = asked.evaluation_source or f"the evaluation data of {asked.named}"
     as_in_run = is_apart and most_batches != 0
     return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
@@ -397,7 +395,7 @@ def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> RunD
     """The data, which the cache has from the second time on; `training` are the samples to evaluate with."""
     run = job.run
     if not job.is_apart:  # so that a single sample is enough
-        run = run.model_copy(update={"training": run.training.model_copy(update={"batch_size": 1})})
+        run = run.with_keys("training", batch_size=1)
     what = "training" if job.is_apart else "evaluation"
     data = data_of(run, model, progress, what=what, keeps_rest=not job.is_as_in_run)
     samples = data.evaluation if job.is_apart else data.training
@@ -434,9 +432,7 @@ def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines
             f"The model has {num_units} units, which are too few for {needed} workers: each needs one. Ask "
             "for fewer workers."
         )
-    here = run.cluster.model_copy(update={"source": None, "workers": needed})
-    asked = run.model_copy(update={"cluster": here})
-    return machines_here(asked), needed
+    return machines_here(run.with_keys("cluster", source=None, workers=needed)), needed
 
 
 def _least(graph: Graph, num_cuda: int) -> int:

@@ -189,7 +189,7 @@ class RunFolder:
             run = run.counted(int(read_json_object(self.data)["num_samples"]))
         if "length" not in run.data.model_fields_set and self.run_file.is_file():
             length = load_run_file(self.run_file).data.length
-            run = run.model_copy(update={"data": run.data.model_copy(update={"length": length})})
+            run = run.with_keys("data", length=length)
         return run
 
     def fetched_paths(self) -> dict[str, str]:

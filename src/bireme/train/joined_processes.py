@@ -88,7 +88,7 @@ class JoinedProcesses:
         path.write_text(orders.run.text)
         run = load_run_file(path)
         runs = runs_folder(run.log.folder)
-        run = run.model_copy(update={"log": run.log.model_copy(update={"folder": str(runs)})})
+        run = run.with_keys("log", folder=str(runs))
         self.model = runs / run_name(orders.run) / "model"
         """The folder of the model, once the run has ended on this machine."""
         path.write_text(to_toml(run))

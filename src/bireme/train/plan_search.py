@@ -98,13 +98,8 @@ def grown(run: RunFile, batch_size: int) -> RunFile:
 
 
 def _changed(run: RunFile, training: dict[str, object]) -> RunFile:
-    return run.model_copy(
-        update={
-            "plan": run.plan.model_copy(update={"largest_batch": None}),
-            "balance": run.balance.model_copy(update={"batch": "keep"}),
-            "training": run.training.model_copy(update=training),
-        }
-    )
+    run = run.with_keys("plan", largest_batch=None).with_keys("balance", batch="keep")
+    return run.with_keys("training", **training)
 
 
 # How long a run will take, roughly and before anything is measured.

@@ -560,6 +560,6 @@ def _plan_ahead(talk: Connection, path: Path, losses: Sequence[AfterLoss]) -> No
             if cluster is not None and run.cluster.source is None:
                 file = Path(scratch) / "cluster.toml"
                 save_cluster(cluster, file)
-                run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"source": str(file)})})
+                run = run.with_keys("cluster", source=str(file))
             machines = planning_machines(run, computes=False)
             make_plan(folder, ProfiledRun(run, machines.cluster, graph, profile))

@@ -329,7 +329,7 @@ def _named(run: RunFile, environment: Environment) -> RunFile:
             "The launcher may restart this run, which must then find its folder. Give the run a name "
             "with --set log.name=NAME, or pass --rdzv-id to torchrun."
         )
-    return run.model_copy(update={"log": run.log.model_copy(update={"name": name})})
+    return run.with_keys("log", name=name)
 
 
 def _device(run: RunFile, nodes: Nodes) -> str:
@@ -383,24 +383,23 @@ def _settled(run: RunFile, nodes: Nodes, device: str, cluster: Cluster | None) -
     """The run with its devices as they are. Where nobody says otherwise it is one pipeline of all."""
     asked, num_ranks = run.cluster, sum(map(len, nodes.values()))
     if cluster is None:
-        settled = asked.model_copy(update={"device": device, "workers": num_ranks})
-        return run.model_copy(update={"cluster": settled})
+        return run.with_keys("cluster", device=device, workers=num_ranks)
     threads = asked.threads_per_worker
     if threads is None and device == "cpu":
         threads = max(1, num_cores() // len(next(iter(nodes.values()))))
     backend = "gloo" if device == "cpu" else asked.backend.replace("auto", "nccl")
-    changed = {"device": device, "workers": None, "threads_per_worker": threads, "backend": backend}
+    run = run.with_keys("cluster", device=device, workers=None, threads_per_worker=threads, backend=backend)
     plan = run.plan
     is_free = plan.file is None and plan.depth is None and plan.width is None and not run.data.private
     is_free = is_free and plan.stage_widths == ANY
     if is_free and run.sync.is_coordinated:
         depth = gcd(*map(len, nodes.values()))  # whole replicas on each host
         width = most_replicas(run, num_ranks // depth)
-        plan = plan.model_copy(update={"depth": depth, "width": width})
-    elif asked.source is None and is_free:
+        return run.with_keys("plan", depth=depth, width=width)
+    if asked.source is None and is_free:
         # What joins the machines is not known, and a pipeline needs least of it.
-        plan = plan.model_copy(update={"depth": num_ranks})
-    return run.model_copy(update={"cluster": asked.model_copy(update=changed), "plan": plan})
+        return run.with_keys("plan", depth=num_ranks)
+    return run
 
 
 def most_replicas(run: RunFile, most: int) -> int:
@@ -475,8 +474,7 @@ def _planned_anew(
     """The run with a new plan; nothing is written yet. `before` is as for `prepare`."""
     if begun is not None and begun.is_begun and chooses_batch(run):
         # It keeps the batch that it has chosen.
-        plan = run.plan.model_copy(update={"largest_batch": None})
-        run = with_batch_of(run, begun.load_run()).model_copy(update={"plan": plan})
+        run = with_batch_of(run, begun.load_run()).with_keys("plan", largest_batch=None)
     with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
         path = Path(scratch) / "cluster.toml"
         if cluster is not None:
@@ -532,4 +530,4 @@ def _with_source(run: RunFile, cluster: Cluster | None, path: Path) -> RunFile:
     """The run on a gathered cluster, which lies there."""
     if cluster is None or run.cluster.source is not None:
         return run
-    return run.model_copy(update={"cluster": run.cluster.model_copy(update={"source": str(path)})})
+    return run.with_keys("cluster", source=str(path))

@@ -82,7 +82,7 @@ def with_length_of_data(run: RunFile, progress: Progress | None = None) -> RunFi
     if most is None or longest is None:
         return run
     length = min(most, max(_STEP, -(-longest // _STEP) * _STEP))
-    return run.model_copy(update={"data": data.model_copy(update={"length": length})})
+    return run.with_keys("data", length=length)
 
 
 LONGEST_ROW, _STEP = 2048, 8

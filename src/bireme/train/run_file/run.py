@@ -152,14 +152,17 @@ class RunFile(Tables):
         check_together(self)
         return self
 
+    def with_keys(self, table: str, **values: object) -> Self:
+        """The run with other values of some keys of a table, which are not checked."""
+        return self.model_copy(update={table: getattr(self, table).model_copy(update=values)})
+
     def counted(self, num_samples: int) -> "RunFile":
         """The run with the steps that its epochs over the samples take; itself if it has no epochs."""
         epochs, size = self.training.epochs, self.training.batch_size
         if epochs is None:
             return self
         steps = max(1, math.ceil(epochs * num_samples / size - _ROUNDING))
-        training = self.training.model_copy(update={"steps": steps, "epochs": None})
-        found = self.model_copy(update={"training": training})
+        found = self.with_keys("training", steps=steps, epochs=None)
         check_together(found)
         return found
 
@@ -311,19 +314,14 @@ def _with_places(run: RunFile, placed: Callable[[tuple[str, str], str], str | No
     data, profiles = run.data, run.plan.profiles
     if data.mixture is not None:
         mixture = (one.model_copy(update={"source": source(one.source)}) for one in data.mixture)
-        run = _with(run, "data", mixture=tuple(mixture))
+        run = run.with_keys("data", mixture=tuple(mixture))
     if data.private is not None:
-        run = _with(run, "data", private={server: source(one) for server, one in data.private.items()})
+        run = run.with_keys("data", private={server: source(one) for server, one in data.private.items()})
     if profiles is not None:
         named = (text.partition("=") for text in profiles)
         found = tuple(f"{name}={placed(PROFILES, file) or file}" for name, _, file in named)
-        run = _with(run, "plan", profiles=found)
+        run = run.with_keys("plan", profiles=found)
     return _with_paths(run, placed)
-
-
-def _with(run: RunFile, table: str, **values: object) -> RunFile:
-    """The run with other values of some keys of a table."""
-    return run.model_copy(update={table: getattr(run, table).model_copy(update=values)})
 
 
 def _plainest(path: Path) -> Path:
@@ -372,7 +370,7 @@ def paths_for_all(run: RunFile) -> tuple[str, ...]:
         if key in _READ_BY_ALL and Path(text).is_absolute() and Path(text).exists():
             found[text] = None
 
-    public = _with(run, "data", private=None)
+    public = run.with_keys("data", private=None)
     _with_places(public, note)
     return tuple(found)
 
@@ -388,7 +386,7 @@ def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | Non
         text = getattr(getattr(run, name), key)
         found = None if text is None else _placed((name, key), text, placed)
         if found is not None:
-            run = _with(run, name, **{key: found})
+            run = run.with_keys(name, **{key: found})
     return run
 
 
