@@ -5,7 +5,8 @@ the person who has to act on it: what went wrong, the values, why it matters, wh
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class BiremeError(Exception):
@@ -26,6 +27,17 @@ class SampleError(BiremeError):
     def __init__(self, text: str, samples: tuple[str, ...]) -> None:
         super().__init__(text)
         self.samples = samples
+
+
+@contextmanager
+def system_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise an `OSError` of the block as a `BiremeError`: what cannot be done, the system's reason, and the
+    remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise BiremeError(f"{what}: {error.strerror or error}. {remedy}".rstrip()) from error
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.documents import read_json_object
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint.manifest import RECORD, read_manifest, sealed, unsealed
@@ -147,12 +147,8 @@ class RunFolder:
         folder = cls.named(run, now)
         if run.log.name is not None:
             cls.check_new(run)
-        try:
+        with system_errors(f"The folder {folder.path} of the run cannot be created"):
             folder.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BiremeError(
-                f"The folder {folder.path} of the run cannot be created: {error.strerror}."
-            ) from None
         return folder
 
     @classmethod

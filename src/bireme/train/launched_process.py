@@ -20,7 +20,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
 from bireme.cluster.machine import host_name
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import path_within
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import servers_of_places
@@ -496,14 +496,10 @@ class _Joined:
         checkpoint = orders.start.checkpoint
         name = None if checkpoint is None else checkpoint.relative_to(orders.folder.path).as_posix()
         first = KeeperAddress(**self._talk.hear("folder/0"))
-        try:
+        with system_errors(f"{folder.path} cannot be written", "Set log.folder."):
             take_run(folder, name, first)
             check_kept(folder, orders.kept_bytes)
             take_files(folder, orders.files, first)
-        except OSError as error:
-            raise BiremeError(
-                f"{folder.path} cannot be written: {error.strerror or error}. Set log.folder."
-            ) from error
         self._folders.served(folder.path)
 
     def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:

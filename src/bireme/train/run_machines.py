@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, new_folder, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
@@ -70,11 +70,9 @@ def put_mark(runs: Path) -> str:
     before, so none remembers that it was not there.
     """
     name = f".bireme-{secrets.token_hex(8)}"
-    try:
+    with system_errors(f"{runs} cannot be written", "Set log.folder."):
         runs.mkdir(parents=True, exist_ok=True)
         (runs / name).touch()
-    except OSError as error:
-        raise BiremeError(f"{runs} cannot be written: {error.strerror or error}. Set log.folder.") from error
     return name
 
 

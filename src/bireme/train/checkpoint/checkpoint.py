@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, path_within, write_text_atomically
 from bireme.runtime.copies.copier import CopySource
 from bireme.runtime.copies.folder_server import (
@@ -166,11 +166,10 @@ def fetch_manifest(
         return
     draft = path.with_name(f".draft-{path.name}-{secrets.token_hex(4)}")
     try:
-        draft.mkdir(parents=True)
-        write_new(draft / MANIFEST, text)
-        disk.rename(draft, path)
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be written: {error.strerror or error}.") from error
+        with system_errors(f"{path} cannot be written"):
+            draft.mkdir(parents=True)
+            write_new(draft / MANIFEST, text)
+            disk.rename(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -246,7 +245,7 @@ class Hold:
 
     def __init__(self, folder: Path, on_doubt: Callable[[str], None]) -> None:
         self.token = secrets.token_hex(8)
-        try:
+        with system_errors(f"Checkpoints cannot be written to {folder}", "Name a writable folder."):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = FileIO(folder / _LOCK, "a+b")
             try:
@@ -255,11 +254,6 @@ class Hold:
             except BaseException:
                 self._file.close()
                 raise
-        except OSError as error:
-            raise BiremeError(
-                f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Name a writable "
-                "folder."
-            ) from error
 
     def release(self) -> None:
         """Let other runs write there."""

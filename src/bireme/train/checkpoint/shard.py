@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
@@ -181,12 +181,9 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         path = self._folder / self._file_of[name]
-        try:
-            with FileIO(path, "rb") as file:
-                file.seek(self._begin(file, path, name))
-                return self._read(file, path, self._entries[name])
-        except OSError as error:
-            raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+        with system_errors(f"{path} cannot be read"), FileIO(path, "rb") as file:
+            file.seek(self._begin(file, path, name))
+            return self._read(file, path, self._entries[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

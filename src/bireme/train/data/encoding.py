@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from bireme.documents import read_json
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import write_bytes_atomically, write_chunks_atomically, write_text_atomically
 from bireme.profile.control import cache_folder
 from bireme.train.data.hub import ALPACA, Content, IdRow, Row, SavedRows
@@ -470,14 +470,10 @@ def tokenized(
     kept = _kept(folder, source)
     if kept is not None:
         return kept
-    try:
+    what = f"The tokens of {source.origin} cannot be cached in {folder}"
+    with system_errors(what, "Name a writable folder in BIREME_CACHE."):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise BiremeError(
-            f"The tokens of {source.origin} cannot be cached in {folder}: {error.strerror or error}. Name "
-            "a writable folder in BIREME_CACHE."
-        ) from error
     with lock:
         _wait_for(lock)
         kept = _kept(folder, source)

@@ -24,7 +24,7 @@ from urllib.request import getproxies
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError, closest, system_errors
 from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.text_files import PIECE_BYTES, Passage
@@ -181,13 +181,11 @@ def _rows_of_dataset(
 
 def rows_of_json_lines(path: Path, column: str | None = None) -> SavedRows:
     """The rows of a file with a JSON object in each line; empty lines are passed over."""
-    try:
+    with system_errors(f"{path} cannot be read"):
         status = path.stat()
         first = _first_values(path)
         with path.open("rb") as file:
             size = sum(1 for line in file if line.strip())
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     columns, content = _layout(str(path), list(first or ()), column, first, None)
     if columns[:2] == ALPACA[:2]:
         columns = ALPACA  # of those that a row may lack the first row says nothing

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from zlib import crc32
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 
 PIECE_BYTES = 1 << 17
 """A document longer than this is read, and tokenized, in passages that end with a line where they can."""
@@ -95,10 +95,8 @@ class TextFiles:
 
 def one_file(path: Path) -> TextFiles:
     """A single text file."""
-    try:
+    with system_errors(f"{path} cannot be read"):
         status = path.stat()
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not stat.S_ISREG(status.st_mode):
         raise BiremeError(
             f"{path} is not an ordinary file, and every process of the run reads the data. Write the data to "
