@@ -129,8 +129,8 @@ def join(
         while True:
             try:
                 store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)
-                joined = _Joined(environment, store, keeper, folders, attended, anyway=anyway)
-                return joined.go(run_file, sets, show)
+                joined = _Joined(environment, store, keeper, folders, attended, run_file, sets, anyway=anyway)
+                return joined.go(show)
             except RunLostError:
                 ends_s = _lost(environment)
             except dist.DistError as error:  # its text goes on with frames of C++
@@ -185,6 +185,8 @@ class _Joined:
     """This process in the run, after the rendezvous.
 
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
+    `nodes` are the processes of each machine, `firsts` the first rank of each, and `node` is the index of
+    this machine.
     """
 
     def __init__(
@@ -194,6 +196,8 @@ class _Joined:
         keeper: HostKeeper,
         folders: MachineFolders,
         attended: Attended | None,
+        run_file: Path | None,
+        sets: Sequence[str],
         *,
         anyway: bool,
     ) -> None:
@@ -203,30 +207,33 @@ class _Joined:
         """The folder for runs on this machine."""
         self._taken: Orders | None = None
         """What this process was told, with the folder of the run on this machine."""
-        self._anyway = anyway
+        self._run_file, self._sets, self._anyway = run_file, sets, anyway
         self._environment = environment
         self._store = store
         self._talk = Announcements(store)
 
-    def go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
+    def go(self, show: Show) -> FinishedRun | None:
         """Prepare together, train, part."""
         try:
-            return self._go(run_file, sets, show)
+            return self._go(show)
         except RankFailed as failure:
             tell(f"rank {self.place} ends. {failure if failure.rank == self.place else failure.line}")
             time.sleep(FAILED_FIRST_S)
             raise SystemExit(1) from None
 
-    def _go(self, run_file: Path | None, sets: Sequence[str], show: Show) -> FinishedRun | None:
+    def _go(self, show: Show) -> FinishedRun | None:
         rank, size = self._environment.rank, self._environment.size
         with World(PrefixStore("prepare", self._store), rank=rank, size=size):
-            nodes = nodes_of(self._members())
-            addresses = self._serve(nodes, run_file, sets)
+            self.nodes = nodes_of(self._members())
+            ranks = [[one.rank for one in members] for members in self.nodes.values()]
+            self.node = next(number for number, own in enumerate(ranks) if rank in own)
+            self.here, self.firsts = ranks[self.node], [own[0] for own in ranks]
+            self.addresses = self._serve()
             led = None
             if rank == 0:
-                led = self._lead(run_file, sets, nodes, show, addresses)
+                led = self._lead(show)
             else:
-                self._follow(nodes)
+                self._follow()
             status, told = self._talk.hear("status"), self._talk.hear("orders")
             if status and rank and self._environment.has_own_output:
                 tell(self._talk.hear("complaint"))
@@ -236,7 +243,7 @@ class _Joined:
             host, orders = None, None if told is None else self._taken
             if not status and orders is not None:
                 set_encryption(orders.folder.load_run().links.encrypt)
-                orders = self._spread(orders, nodes, addresses)
+                orders = self._spread(orders)
             if not status and orders is not None and orders.hosts is not None:
                 host = meet_hosts(orders, orders.hosts, self._environment, self._talk, self._keeper)
         if status:
@@ -245,25 +252,18 @@ class _Joined:
             return None
         ahead = None if led is None else plan_ahead(led.folder, led.losses)
         try:
-            return self._run(orders, host, nodes, led)
+            return self._run(orders, host, led)
         finally:
             if ahead is not None:
                 ahead.close()
 
-    def _run(
-        self,
-        orders: Orders,
-        host: LaunchHost | None,
-        nodes: dict[str, list[LaunchedProcess]],
-        led: RunSetup | None,
-    ) -> FinishedRun | None:
+    def _run(self, orders: Orders, host: LaunchHost | None, led: RunSetup | None) -> FinishedRun | None:
         """Train and part; rank 0 has `led` the preparation."""
         rank, size = self._environment.rank, self._environment.size
         if orders.hosts is not None:
             prepared = None if led is None else led.prepared
             return _on_host(orders, host, rank, prepared, self._keeper, self._folders, self._attended)
-        num_local = next(len(node) for node in nodes.values() if rank in {one.rank for one in node})
-        self._train(orders, num_local)
+        self._train(orders)
         is_spread = orders.start.machines is not None
         if led is None:
             if is_spread:
@@ -283,26 +283,21 @@ class _Joined:
 
     # If machines share no folder.
 
-    def _serve(
-        self, nodes: dict[str, list[LaunchedProcess]], run_file: Path | None, sets: Sequence[str]
-    ) -> tuple[KeeperAddress, ...]:
+    def _serve(self) -> tuple[KeeperAddress, ...]:
         """Serve this machine's folder of the run; the addresses of all machines. None if there is one."""
-        if len(nodes) == 1:
+        if len(self.nodes) == 1:
             return ()
-        firsts = [members[0].rank for members in nodes.values()]
         name = None
         with suppress(BiremeError):  # rank 0 says what is wrong
-            run = load_asked(run_file, sets)
+            run = load_asked(self._run_file, self._sets)
             self._runs, name = Path(run.log.folder).resolve(), run.log.name or self._environment.job
-        if self._environment.rank in firsts:
+        if self._environment.rank in self.firsts:
             folder = None if self._runs is None or name is None else self._runs / name
             address = self._folders.served(folder)
             self._talk.say(f"folder/{self._environment.rank}", asdict(address))
-        return tuple(KeeperAddress(**self._talk.hear(f"folder/{first}")) for first in firsts)
+        return tuple(KeeperAddress(**self._talk.hear(f"folder/{first}")) for first in self.firsts)
 
-    def _spread(
-        self, orders: Orders, nodes: dict[str, list[LaunchedProcess]], addresses: Sequence[KeeperAddress]
-    ) -> Orders:
+    def _spread(self, orders: Orders) -> Orders:
         """The orders with the machines that share no folder, if there are any: then this machine copies what
         the others write.
         """
@@ -312,20 +307,19 @@ class _Joined:
             if not rank:
                 (orders.folder.path / MACHINES).unlink(missing_ok=True)
             return orders
-        node = next(number for number, own in enumerate(nodes.values()) if rank in _ranks_of(own))
-        names = [members[0].host for members in nodes.values()]
+        names = [members[0].host for members in self.nodes.values()]
         if len(set(names)) < len(names):
             names = [f"{name} ({number})" for number, name in enumerate(names)]
         own = folders[rank]
         places = [place for place, each in enumerate(orders.places) if folders[each] == own]
         first = tuple((0, place) for place in places[:1])
         if orders.hosts is not None:
-            parts = orders.hosts.parts[node]
-            first = tuple((one.replica, one.ranks[0]) for one in parts if node == own or own not in one.hosts)
-        if node == own and rank == _ranks_of([*nodes.values()][node])[0]:
-            self._folders.begin(
-                orders.folder.path, orders.folder.load_run(), MachinesNote((*addresses,), own)
-            )
+            is_own = self.node == own
+            parts = orders.hosts.parts[self.node]
+            first = tuple((one.replica, one.ranks[0]) for one in parts if is_own or own not in one.hosts)
+        if self.node == own and rank == self.here[0]:
+            note = MachinesNote(self.addresses, own)
+            self._folders.begin(orders.folder.path, orders.folder.load_run(), note)
         machines = SpreadMachines(tuple(names), own, first)
         return replace(orders, start=replace(orders.start, machines=machines))
 
@@ -359,24 +353,18 @@ class _Joined:
         self._talk.say(f"kept/{own.rank}", None if address is None else asdict(address))
         return [LaunchedProcess(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
 
-    def _lead(
-        self,
-        run_file: Path | None,
-        sets: Sequence[str],
-        nodes: dict[str, list[LaunchedProcess]],
-        show: Show,
-        addresses: tuple[KeeperAddress, ...],
-    ) -> RunSetup | None:
+    def _lead(self, show: Show) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
         talk, led, status, complaint = self._talk, None, 0, ""
+        nodes, addresses = self.nodes, self.addresses
         orders: Orders | None = None
         try:
-            asked = load_asked(run_file, sets)
+            asked = load_asked(self._run_file, self._sets)
             kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
             keepers = [KeeperAddress(**one) for one in kept if one is not None]
             wait = None if self._attended is None else self._attended.wait_to_train
             note = MachinesNote(addresses, 0) if addresses else None
-            led = set_up_run(self._environment, asked, nodes, self._servers(nodes), tell, keepers, note, wait)
+            led = set_up_run(self._environment, asked, nodes, self._ask_servers, tell, keepers, note, wait)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
@@ -392,7 +380,7 @@ class _Joined:
                         kept_bytes=0 if self._anyway else needed,
                     )
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
-                self._take(orders, nodes)
+                self._take(orders)
                 led = self._hear_all(led)
         except BiremeError as error:
             complaint = str(error)
@@ -427,59 +415,53 @@ class _Joined:
         self._talk.say("storages", [own["storage"] for own in told])
         return replace(led, prepared=replace(led.prepared, census=census))
 
-    def _servers(self, nodes: dict[str, list[LaunchedProcess]]) -> Callable[[str, list[int]], list[str]]:
-        """Asks all machines for that many devices of a kind, and gives their texts in the order of nodes."""
+    def _ask_servers(self, device: str, counts: list[int]) -> list[str]:
+        """Ask all machines for that many devices of a kind; gives their texts in the order of machines."""
+        self._talk.say("device", {"device": device, "counts": counts})
+        self._say_server(device, counts)
+        told = [self._talk.hear(f"server/{first}") for first in self.firsts]
+        for one in told:
+            if one["error"]:
+                raise BiremeError(one["error"])
+        return [one["text"] for one in told]
 
-        def ask(device: str, counts: list[int]) -> list[str]:
-            self._talk.say("device", {"device": device, "counts": counts})
-            self._say_server(device, counts, nodes)
-            told = [self._talk.hear(f"server/{members[0].rank}") for members in nodes.values()]
-            for one in told:
-                if one["error"]:
-                    raise BiremeError(one["error"])
-            return [one["text"] for one in told]
-
-        return ask
-
-    def _say_server(self, device: str, counts: list[int], nodes: dict[str, list[LaunchedProcess]]) -> None:
+    def _say_server(self, device: str, counts: list[int]) -> None:
         """The first rank of a machine tells what the machine has."""
         rank = self._environment.rank
-        firsts = [(members[0], count) for members, count in zip(nodes.values(), counts, strict=True)]
-        own = next(((first, count) for first, count in firsts if first.rank == rank), None)
-        if own is None:
+        if rank != self.here[0]:
             return
-        first, count = own
         try:
-            found = {"text": cluster_text(Cluster((server_here(device, count),))), "error": ""}
+            cluster = Cluster((server_here(device, counts[self.node]),))
+            found = {"text": cluster_text(cluster), "error": ""}
         except BiremeError as error:
-            found = {"text": "", "error": f"On {first.host}: {error}"}
+            found = {"text": "", "error": f"On {host_name()}: {error}"}
         self._talk.say(f"server/{rank}", found)
 
-    def _follow(self, nodes: dict[str, list[LaunchedProcess]]) -> None:
+    def _follow(self) -> None:
         """The part of every other rank in preparing."""
         asked = self._talk.hear("device")
         if asked is None:
             return
-        self._say_server(asked["device"], asked["counts"], nodes)
+        self._say_server(asked["device"], asked["counts"])
         told = self._talk.hear("orders")
         if told is not None:
-            self._take(ORDERS.validate_python(told), nodes)
+            self._take(ORDERS.validate_python(told))
 
-    def _take(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
+    def _take(self, orders: Orders) -> None:
         """See to it that this process can do what it is told, and say so, or what is wrong."""
         census: Census = {}
         rank = self._environment.rank
-        storage = node = next(number for number, own in enumerate(nodes.values()) if rank in _ranks_of(own))
+        storage = self.node
         try:
             folder = self._folder_for(orders)
             self._taken = own = orders.moved(folder.path)
             if not orders.mark or rank == 0 or sees_mark(folder.path.parent, orders.mark):
                 storage = 0
-            elif rank == _ranks_of([*nodes.values()][node])[0]:
+            elif rank == self.here[0]:
                 self._fetch(orders, folder)
             orders = own
-            self._check(orders, nodes)
-            census, complaint = self._census(orders, nodes), ""
+            self._check(orders)
+            census, complaint = self._census(orders), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
         ready = {"complaint": complaint, "census": plain_census(census), "storage": storage}
@@ -502,33 +484,30 @@ class _Joined:
             take_files(folder, orders.files, first)
         self._folders.served(folder.path)
 
-    def _census(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> Census:
+    def _census(self, orders: Orders) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""
-        rank = self._environment.rank
-        here = next(ranks for node in nodes.values() if rank in (ranks := [one.rank for one in node]))
         folder = orders.folder
         run = folder.load_run()
-        if rank != here[0] or not run.data.private:
+        if self._environment.rank != self.here[0] or not run.data.private:
             return {}
         servers = servers_of_places(load_plan(folder.plan).plan, read_cluster(folder.cluster))
-        own = {server for server, place in zip(servers, orders.places, strict=True) if place in here}
+        own = {server for server, place in zip(servers, orders.places, strict=True) if place in self.here}
         model = RunModel.of(run, 1)
         owned = sorted(own & run.data.private.keys())
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
 
-    def _check(self, orders: Orders, nodes: dict[str, list[LaunchedProcess]]) -> None:
+    def _check(self, orders: Orders) -> None:
         folder = orders.folder
         if not until(lambda: digest_of(folder) == orders.digest, SEEN_S):
             raise BiremeError(
                 f"This machine does not see in {folder.path}, the run's folder, what rank 0 wrote there. "
                 "Set log.folder to a folder that all machines share, or to one of its own on each."
             )
-        firsts = [members[0].rank for members in nodes.values()]
-        if self._environment.rank in firsts[1:]:
+        if self._environment.rank in self.firsts[1:]:
             # Rank 0 has made the data ready on its own machine; here the first one does.
             check_files_here(folder)
 
-    def _train(self, orders: Orders, num_local: int) -> None:
+    def _train(self, orders: Orders) -> None:
         """Train in the place that this process has, or wait until the others have."""
         rank, size = self._environment.rank, len(orders.places)
         store = PrefixStore("train", self._store)
@@ -546,7 +525,7 @@ class _Joined:
             device=orders.device,
         ) as world:
             census = census_from(self._talk.hear("census"))
-            start = orders.start_of(num_local, is_shown=place == 0, census=census)
+            start = orders.start_of(len(self.here), is_shown=place == 0, census=census)
             outcome = train_rank(world, start)
             if outcome.reason not in DONE:
                 # All is saved. Who asked for the end asks more than once, and may kill who has not ended.
@@ -563,10 +542,6 @@ class _Joined:
         cause = board.cause()
         if cause is not None:
             raise cause.to_others()
-
-
-def _ranks_of(members: Sequence[LaunchedProcess]) -> list[int]:
-    return [one.rank for one in members]
 
 
 def _orders(led: RunSetup, nodes: Mapping[str, Sequence[LaunchedProcess]], *, is_phase: bool) -> Orders:
