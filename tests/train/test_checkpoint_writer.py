@@ -91,11 +91,6 @@ def test_the_newest_are_kept_and_older_ones_deleted(tmp_path: Path) -> None:
         assert hidden_in(folder) == []
 
 
-def test_keeping_only_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BiremeError, match="keep is 1"), ranks(tmp_path, 1, keep=1):
-        pass
-
-
 class Gate:
     """Holds up all writing to the disk until it is opened."""
 

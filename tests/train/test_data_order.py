@@ -1,11 +1,9 @@
 """The order of samples: a shuffle of every epoch that anybody can compute at any place."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.errors import BiremeError
 from bireme.train.data.placing import Order
 
 SEEDS = st.integers(0, 2**63)
@@ -90,8 +88,3 @@ def test_a_place_in_a_huge_corpus_costs_nothing() -> None:
 
 def test_unshuffled_samples_come_as_they_are_again_and_again() -> None:
     assert Order(3, 9, shuffled=False).numbers(2, 5).tolist() == [2, 0, 1, 2, 0]
-
-
-def test_nothing_has_no_order() -> None:
-    with pytest.raises(BiremeError, match="no samples"):
-        Order(0)

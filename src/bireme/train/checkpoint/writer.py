@@ -270,11 +270,6 @@ class CheckpointWriter:
         place: SpreadPlace | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if keep < LEAST_KEPT:
-            raise BiremeError(
-                f"keep is {keep}, but at least {LEAST_KEPT} checkpoints must be kept, because the newest may "
-                "be damaged when it is needed."
-            )
         self.folder = folder
         self.rank = rank
         self.keep = keep

@@ -26,7 +26,6 @@ from bireme.train.data.samples import (
     Batch,
     Split,
     Tokens,
-    check_fraction,
     check_ids,
     document_end_near,
     only,
@@ -293,7 +292,6 @@ class Cut:
         """The last fraction of the documents apart, for evaluation: `least` samples at least, and nothing if
         the fraction is 0.
         """
-        check_fraction(fraction)
         if not fraction:
             return Split(self.samples(tokens), None)
         cut = (

@@ -80,15 +80,6 @@ class RankBatches:
         data: str = "training",
         timeout_s: float | None = None,
     ) -> None:
-        for what, number, least in (
-            ("batch size", batch_size, 1),
-            ("first batch", first_batch, 0),
-            ("number of batches", num_batches or 0, 0),
-            ("prefetch", prefetch, 0),
-            ("num_workers", num_workers, 0),
-        ):
-            if number < least:
-                raise BiremeError(f"The {what} is {number}; it must be at least {least}.")
         if order.num_samples != len(samples):
             raise BiremeError(
                 f"The order is for {order.num_samples} samples, and there are {len(samples)}. Make it "

@@ -71,10 +71,6 @@ class Order:
     seed: int = 0
     shuffled: bool = True
 
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise BiremeError("There are no samples to put in an order. Give data with at least one.")
-
     @property
     def probes(self) -> tuple[int, ...]:
         """Samples spread over the data."""

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError
 from bireme.runtime.microbatches import Rows
 
 # Tokens of a corpus in one long array, which lies on disk and is read where it is needed.
@@ -25,8 +25,6 @@ IGNORED = -100
 """A label that does not count in the loss."""
 
 _IntArray = NDArray[np.integer[Any]]
-
-_RAW_TYPES = ("uint16", "uint32")
 
 CHECKED_AT_ONCE = 1 << 20
 MOST_CHECKED = 1 << 26
@@ -124,8 +122,6 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
 
 
 def _raw(path: Path, dtype: str) -> _IntArray:
-    if dtype not in _RAW_TYPES:
-        raise BiremeError(f"There is no type {dtype!r} for tokens in {path}. {closest(dtype, _RAW_TYPES)}")
     num_bytes = path.stat().st_size
     if not num_bytes:
         return np.zeros(0, dtype)
@@ -183,12 +179,6 @@ class PackedSamples:
     end: int
     vocabulary: int | None = None
     padding: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise BiremeError(
-                f"data.length is {self.length}; a model that predicts the next token needs at least 2 tokens."
-            )
 
     def __len__(self) -> int:
         num_tokens, length = self.num_tokens_given, self.length
@@ -338,7 +328,6 @@ def split_tokens(
     It is as long as `least` samples at least, and nothing if the fraction is 0. `padding` is for the samples
     to evaluate with, which all are if there is no such fraction.
     """
-    check_fraction(fraction)
     end = len(tokens)
     if not fraction:
         return Split(packed(tokens, length, vocabulary, padding), None)
@@ -356,7 +345,6 @@ def split_tokens(
 
 def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split:
     """The last fraction of samples apart, for evaluation; `least` of them, and none if the fraction is 0."""
-    check_fraction(fraction)
     if not fraction:
         return Split(samples, None)
     num_apart = max(round(len(samples) * fraction), least)
@@ -367,14 +355,6 @@ def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split
         )
     cut = len(samples) - num_apart
     return Split(SampleRange(samples, 0, cut), SampleRange(samples, cut, len(samples)))
-
-
-def check_fraction(fraction: float) -> None:
-    """Refuse a fraction to evaluate with that is none."""
-    if not 0 <= fraction < 1:
-        raise BiremeError(
-            f"The fraction to evaluate with is {fraction}; it must be at least 0 and less than 1."
-        )
 
 
 def document_end_near(tokens: Tokens, cut: int, least_ahead: int, least_behind: int) -> int:
