@@ -73,7 +73,7 @@ class Batches:
         self._ids, self._order = samples()["input_ids"], Order(NUM_SAMPLES, seed)
 
     def __getitem__(self, number: int) -> Tensor:
-        return self._ids[[int(one) for one in self._order.batch(number, BATCH)]]
+        return self._ids[[int(one) for one in self._order.numbers(number * BATCH, BATCH)]]
 
 
 class Judge:

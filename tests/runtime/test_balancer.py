@@ -249,7 +249,7 @@ def test_a_loader_that_runs_ahead_waits_for_the_shares_and_every_sample_is_read_
     assert len({result.shares for result in ran[0].results}) > 1
     trained = sorted(number for numbers in read for number in numbers)
     assert trained == list(range(len(samples)))
-    data = [samples.take([int(n) for n in order.batch(number, BATCH)]) for number in range(10)]
+    data = [samples.take([int(n) for n in order.numbers(number * BATCH, BATCH)]) for number in range(10)]
     assert ran[0].trained.losses == pytest.approx(run(setting, data, None)[0].trained.losses, rel=1e-10)
 
 

@@ -74,7 +74,7 @@ def train_whole(model: Model, plan: Plan, samples: Samples) -> list[float]:
     """The losses where every rank is given whole batches."""
     fabric = ThreadFabric(plan.num_ranks)
     order = Order(len(samples), SEED)
-    data = [samples.take([int(n) for n in order.batch(number, SIZE)]) for number in range(COUNT)]
+    data = [samples.take([int(n) for n in order.numbers(number * SIZE, SIZE)]) for number in range(COUNT)]
 
     def work(rank: int) -> list[float]:
         pipeline = pipeline_of(model, Setting(plan), fabric.of(rank))
@@ -89,7 +89,7 @@ def train_whole(model: Model, plan: Plan, samples: Samples) -> list[float]:
 def halves(num_samples: int) -> list[list[int]]:
     """The samples of each of two replicas over all batches, and those of both."""
     order = Order(num_samples, SEED)
-    batches = [list(map(int, order.batch(number, SIZE))) for number in range(COUNT)]
+    batches = [list(map(int, order.numbers(number * SIZE, SIZE))) for number in range(COUNT)]
     first, second = ([n for batch in batches for n in batch[half]] for half in (slice(8), slice(8, 16)))
     return [first, second, [n for batch in batches for n in batch]]
 
@@ -176,7 +176,9 @@ def test_an_evaluation_reads_as_little() -> None:
         pipeline = pipeline_of(model, Setting(plan), fabric.of(rank))
         wanted = pipeline.cutter.wanted_to_evaluate
         parts = RankBatches(notings[rank], order, SIZE, num_batches=COUNT, wanted=wanted)
-        whole = [columns().take([int(n) for n in order.batch(number, SIZE)]) for number in range(COUNT)]
+        whole = [
+            columns().take([int(n) for n in order.numbers(number * SIZE, SIZE)]) for number in range(COUNT)
+        ]
         losses = pipeline.evaluate(parts).loss, pipeline.evaluate(whole).loss
         pipeline.close()
         return losses

@@ -67,7 +67,7 @@ def whole_batches(pipeline: Pipeline) -> list[dict[str, Tensor]]:
     found = []
     for step in range(COUNT):
         rows: list[Batch] = []
-        for pair in zip(*(view.batch(step, SIZE).tolist() for view in views), strict=True):
+        for pair in zip(*(view.numbers(step * SIZE, SIZE).tolist() for view in views), strict=True):
             owner = next((own for own, number in enumerate(pair) if number < ELSEWHERE), None)
             samples = PUBLIC if owner is None else PRIVATE[owner]
             rows.append(samples.take([pair[0] if owner is None else ELSEWHERE - 1 - pair[owner]]))

@@ -413,7 +413,7 @@ class Composition:
     def _whole(self, step: int, pipeline: Pipeline) -> Batch:
         """A batch as somebody has it who may read everything."""
         views = [self._data(own, pipeline) for own in OWNERS]
-        numbers = np.array([order.batch(step, self.num_samples) for _, order in views])
+        numbers = np.array([order.numbers(step * self.num_samples, self.num_samples) for _, order in views])
         found: list[Mapping[str, Tensor]] = []
         for column in numbers.T.tolist():
             owner = next((own for own, number in enumerate(column) if number < ELSEWHERE), 0)

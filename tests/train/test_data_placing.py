@@ -46,9 +46,6 @@ class Mixed:
     seed: int = 0
     probes: tuple[int, ...] = ()
 
-    def batch(self, number: int, batch_size: int) -> Numbers:
-        return self.numbers(number * batch_size, batch_size)
-
     def numbers(self, first: int, count: int) -> Numbers:
         return np.arange(first, first + count)
 
@@ -79,7 +76,7 @@ def cases(draw: st.DrawFn) -> Case:
 def ledger(case: Case, own: int | None, steps: range) -> list[list[int]]:
     """The numbers of the samples in each batch, as a rank of that owner's server sees them."""
     order = case.order(own)
-    return [order.batch(step, case.stock.batch_size).tolist() for step in steps]
+    return [order.numbers(step * case.stock.batch_size, case.stock.batch_size).tolist() for step in steps]
 
 
 @given(cases(), st.integers(0, 2))
@@ -155,14 +152,14 @@ def test_shares_that_change_leave_batches_full_and_private_samples_at_home(case:
 
     steps, size = case.stock.steps_per_epoch, case.stock.batch_size
     order = ReadableOrder(case.stock, case.seed, case.owners, case.rows, rows, own=0)
-    view = [order.batch(step, size).tolist() for step in range(steps)]
+    view = [order.numbers(step * size, size).tolist() for step in range(steps)]
     for step, batch in enumerate(view):
         whose = np.repeat([-1 if one is None else one for one in case.owners], rows(step))
         assert all(whose[row] == 0 for row, number in enumerate(batch) if number < ELSEWHERE)
         assert all(number < case.stock.num_public for number in batch)
     private = [one for batch in view for one in batch if one < ELSEWHERE]
     assert len(private) == len(set(private)) <= case.epoch.own[0]
-    assert order.batch(steps - 1, size).tolist() == view[-1]
+    assert order.numbers((steps - 1) * size, size).tolist() == view[-1]
 
 
 def test_every_epoch_is_shuffled_and_has_private_samples_throughout() -> None:
@@ -215,5 +212,7 @@ def test_public_samples_of_any_order_have_the_places_that_private_ones_leave() -
     order = Mixed(1000)
     for own in (None, 0):
         readable = ReadableOrder(stock, 3, (0,), rows, lambda _step: rows, own=own, public=order)
-        found = [number for step in range(30) for number in readable.batch(step, 6).tolist() if number >= 0]
+        found = [
+            number for step in range(30) for number in readable.numbers(step * 6, 6).tolist() if number >= 0
+        ]
         assert found == list(range(len(found)))

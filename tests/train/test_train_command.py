@@ -119,7 +119,7 @@ def _delayed(run: RunFile) -> Iterator[float]:
     before = newest
     for number in range(run.training.steps):
         weights = {name: value.clone().requires_grad_() for name, value in before.items()}
-        batch = samples.take(list(order.batch(number, run.training.batch_size)))
+        batch = samples.take(list(order.numbers(number * run.training.batch_size, run.training.batch_size)))
         loss: Tensor = functional_call(source.model, weights, kwargs=batch)["loss"]
         yield float(loss.detach())
         gradients = torch.autograd.grad(loss, list(weights.values()))
@@ -180,7 +180,7 @@ def _evaluated(model: Any, run: RunFile) -> float:
     size = min(run.training.batch_size, len(samples))
     count = min(run.training.evaluation_batches, len(samples) // run.training.batch_size) or 1
     order = Order(len(samples), run.data.seed)
-    batches = [samples.take(list(order.batch(number, size))) for number in range(count)]
+    batches = [samples.take(list(order.numbers(number * size, size))) for number in range(count)]
     return sum(float(model(**batch).loss) for batch in batches) / count
 
 

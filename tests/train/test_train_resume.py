@@ -202,7 +202,10 @@ def _in_two_phases(folder: Path) -> list[float]:
     model = RunModel.of(run, 1)
     samples = data_of(run, model).training
     order = Order(len(samples), run.data.seed)
-    numbers = [list(order.batch(number, run.training.batch_size)) for number in range(run.training.steps)]
+    numbers = [
+        list(order.numbers(number * run.training.batch_size, run.training.batch_size))
+        for number in range(run.training.steps)
+    ]
     batches = [samples.take(places) for places in numbers]
     plan, saved, found = Plan((), 2, "1f1b"), None, []
     for phase, part in ((plan, batches[:6]), (replace(plan, schedule="2bw"), batches[6:])):

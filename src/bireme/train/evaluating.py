@@ -179,8 +179,9 @@ class EvaluationSet:
 
     def _taken(self) -> Iterator[tuple[Samples, list[int]]]:
         """The numbers of all samples, batch by batch."""
+        size = self._batch_size
         for number in range(self._num_batches):
-            yield self._samples, [int(one) for one in self._order.batch(number, self._batch_size)]
+            yield self._samples, self._order.numbers(number * size, size).tolist()
         if self._rest is not None:
             yield self._rest, list(range(len(self._rest)))
 

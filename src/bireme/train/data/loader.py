@@ -178,7 +178,7 @@ class RankBatches:
     def _tasks(self) -> Iterator[Task]:
         numbers = count(self._next) if self._end is None else range(self._next, self._end)
         for number in numbers:
-            chosen = tuple(map(int, self._order.batch(number, self._batch_size)))
+            chosen = tuple(map(int, self._order.numbers(number * self._batch_size, self._batch_size)))
             seed = (self._order.seed * SEED_FACTOR + number * self._batch_size) % SEED_LIMIT
             yield Task(number, chosen, seed, self._wanted(number))
 

@@ -108,10 +108,6 @@ class MixedOrder:
             first + one for first, order in zip(firsts, self.orders, strict=True) for one in order.probes
         )
 
-    def batch(self, number: int, batch_size: int) -> Numbers:
-        """The numbers of the samples in a batch of the run."""
-        return self.numbers(number * batch_size, batch_size)
-
     def numbers(self, first: int, count: int) -> Numbers:
         """The numbers of the samples at `count` places of the run, from `first` on."""
         found = np.empty(count, np.int64)
@@ -279,11 +275,9 @@ class ReadableOrder:
         """Public samples spread over the data."""
         return self._public.probes
 
-    def batch(self, number: int, batch_size: int) -> Numbers:
+    def _batch(self, number: int) -> Numbers:
         """The numbers of the samples in a batch of the run."""
-        if batch_size != self._stock.batch_size:
-            raise RuntimeError(f"samples were placed for batches of {self._stock.batch_size}")
-        rows = self._rows(number)
+        batch_size, rows = self._stock.batch_size, self._rows(number)
         found = np.full(batch_size, ELSEWHERE, np.int64)
         is_public = np.ones(batch_size, np.bool_)
         whose = np.repeat([-1 if one is None else one for one in self._owners], rows)
@@ -306,7 +300,7 @@ class ReadableOrder:
         if not count:
             return np.empty(0, np.int64)
         begin = first - batches.start * size
-        return np.concatenate([self.batch(one, size) for one in batches])[begin : begin + count]
+        return np.concatenate([self._batch(one) for one in batches])[begin : begin + count]
 
     def _of_owners(self, rows: Sequence[int]) -> tuple[int, ...]:
         """The rows of each owner, of all replicas whose home it is."""

@@ -52,9 +52,6 @@ class SampleOrder(Protocol):
     def probes(self) -> tuple[int, ...]:
         """Numbers of samples that may be read at any time, to compare the data of two ranks."""
 
-    def batch(self, number: int, batch_size: int) -> Numbers:
-        """The numbers of the samples in a batch of the run."""
-
     def numbers(self, first: int, count: int) -> Numbers:
         """The numbers of the samples at `count` places of the run, from `first` on."""
 
@@ -76,10 +73,6 @@ class Order:
         """Samples spread over the data."""
         last = self.num_samples - 1
         return tuple(sorted({last * place // (NUM_PROBES - 1) for place in range(NUM_PROBES)}))
-
-    def batch(self, number: int, batch_size: int) -> Numbers:
-        """The numbers of the samples in a batch of the run."""
-        return self.numbers(number * batch_size, batch_size)
 
     def numbers(self, first: int, count: int) -> Numbers:
         """The numbers of the samples at `count` places of the run, from `first` on."""
@@ -104,10 +97,6 @@ class StreamOrder:
     def probes(self) -> tuple[int, ...]:
         """None: a stream is read once, from its beginning on."""
         return ()
-
-    def batch(self, number: int, batch_size: int) -> Numbers:
-        """The numbers of the samples in a batch of the run."""
-        return self.numbers(number * batch_size, batch_size)
 
     def numbers(self, first: int, count: int) -> Numbers:
         """The numbers of the samples at `count` places of the run, from `first` on."""
