@@ -1,7 +1,6 @@
 """Conversations: only what the assistant says counts, whichever way its tokens are found."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,12 @@ from bireme.train import finishing as text_sample
 from bireme.train.data.documents import DocumentSamples
 from bireme.train.data.encoding import AnswerRows, PlainHeadings, chat_form
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from bireme.train.data.prepare import ModelSide, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from bireme.train.data.viewing import data_notes
 from bireme.train.run_file import load_run_file
+from bireme.train.run_file.training import Data
 from tests.support.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -159,11 +159,11 @@ def test_a_row_in_no_known_form_is_named(row: dict[str, Any], wrong: str, tmp_pa
 def test_packing_is_suggested_if_samples_are_mostly_padding(tmp_path: Path) -> None:
     rows = [{"prompt": "1" * size, "completion": "2"} for size in (8, 10, 30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    request = DataRequest(str(tmp_path / "rows.jsonl"), length=100, evaluation_fraction=0.0)
+    request = Data(source=str(tmp_path / "rows.jsonl"), length=100, evaluation_fraction=0.0)
     (note,) = data_notes(prepare_data(request, ModelSide({}), 1))
     assert note.startswith("82% of the samples of ")
     assert 'data.packing = "documents", which puts several into a sample, or data.length = 32' in note
-    assert data_notes(prepare_data(replace(request, length=32), ModelSide({}), 1)) == ()
+    assert data_notes(prepare_data(request.model_copy(update={"length": 32}), ModelSide({}), 1)) == ()
 
 
 class _Speaker(torch.nn.Module):
@@ -188,8 +188,11 @@ def test_the_closing_sample_answers_a_question_and_stops_at_the_end_of_the_answe
     made.backend.save_pretrained(str(tmp_path / "tokenizer"))
     chat = [{"role": "user", "content": "value?"}, {"role": "assistant", "content": "self"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
-    request = DataRequest(
-        str(tmp_path / "rows.jsonl"), str(tmp_path / "tokenizer"), length=80, evaluation_fraction=0.0
+    request = Data(
+        source=str(tmp_path / "rows.jsonl"),
+        tokenizer=str(tmp_path / "tokenizer"),
+        length=80,
+        evaluation_fraction=0.0,
     )
     data = prepare_data(request, ModelSide({}), 1)
     answer = made.encode("return")
@@ -215,7 +218,7 @@ def test_a_model_of_ones_own_that_needs_labels_writes_no_closing_sample(
 ) -> None:
     """The run ended in a `TypeError` after its weights were saved."""
     (tmp_path / "text.txt").write_text("a text " * 100)
-    data = prepare_data(DataRequest(str(tmp_path / "text.txt"), length=20), ModelSide({}), 1)
+    data = prepare_data(Data(source=str(tmp_path / "text.txt"), length=20), ModelSide({}), 1)
     monkeypatch.setattr(text_sample, "_model", lambda _run, _weights: _OnlyLoss())
     run = load_run_file(None, ["model.source=mine.py:build"])
     weights: Any = SimpleNamespace(num_bytes=1)
@@ -229,8 +232,11 @@ def test_each_conversation_is_a_sample_and_lost_answers_are_told(tmp_path: Path)
     long = [{"role": "user", "content": "value " * 200}, {"role": "assistant", "content": "self"}]
     lines = [json.dumps({"messages": chat}) for chat in (CHAT, long, CHAT[:3], CHAT)]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    request = DataRequest(
-        f"hf:{tmp_path}/chats.jsonl", str(tmp_path / "tokenizer"), length=80, evaluation_fraction=0.25
+    request = Data(
+        source=f"hf:{tmp_path}/chats.jsonl",
+        tokenizer=str(tmp_path / "tokenizer"),
+        length=80,
+        evaluation_fraction=0.25,
     )
     data = prepare_data(request, ModelSide({}), 1)
     assert isinstance(data.training, DocumentSamples)

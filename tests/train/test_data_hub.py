@@ -13,9 +13,10 @@ from bireme.errors import BiremeError
 from bireme.train.data.documents import StreamSamples
 from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.prepare import DataRequest, ModelSide, RunData, prepare_data
+from bireme.train.data.prepare import ModelSide, RunData, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer
+from bireme.train.run_file.training import Data
 from tests.support.command import bireme
 from tests.support.whole_batches import WholeBatches
 
@@ -117,8 +118,8 @@ def test_without_a_network_a_name_is_one_sentence_and_status_2(
 def streamed(folder: Path, **wishes: Any) -> RunData:
     source = f"hf:{folder / 'train.jsonl'},streaming=true"
     usual: dict[str, Any] = {"source": source, "length": 9, "packing": "none", "shuffle_buffer": 50}
-    request = DataRequest(**usual | wishes)
-    return prepare_data(request, ModelSide({}), 4)
+    held_samples = wishes.pop("held_samples", 256)
+    return prepare_data(Data(**usual | wishes), ModelSide({}), 4, held_samples=held_samples)
 
 
 def rows(data: RunData, first: int = 0, count: int = 400) -> list[str]:
@@ -163,7 +164,7 @@ def test_samples_of_a_stream_come_back_without_reading_it_again(
 
 
 def test_the_beginning_of_a_stream_is_kept_apart_for_evaluation(folder: Path) -> None:
-    data = streamed(folder, evaluation_samples=64)
+    data = streamed(folder, held_samples=64)
     assert data.evaluation is not None
     held = data.evaluation.take(range(len(data.evaluation)))["input_ids"]
     apart = {ByteTokenizer().decode(row.tolist()) for row in held}

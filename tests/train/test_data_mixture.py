@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bireme.train.data.mixture import NUM_SLOTS, MixedOrder, MixedSamples, order_of
 from bireme.train.data.placing import Order
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from bireme.train.data.prepare import ModelSide, prepare_data
+from bireme.train.run_file.training import Data
 from tests.support.whole_batches import WholeBatches
 
 SIZES = (40, 1000, 7)
@@ -55,8 +56,11 @@ def test_an_epoch_of_each_source_has_every_sample_once() -> None:
 def test_batches_of_a_mixture_hold_the_sources_samples(tmp_path: Path) -> None:
     for name, letter in (("a", "a"), ("b", "b")):
         (tmp_path / name).write_text(letter * 4000)
-    mixture = ((str(tmp_path / "a"), 3.0), (str(tmp_path / "b"), 1.0))
-    data = prepare_data(DataRequest(mixture=mixture, length=8), ModelSide({}), 8)
+    mixture = [
+        {"source": str(tmp_path / "a"), "weight": 3.0},
+        {"source": str(tmp_path / "b"), "weight": 1.0},
+    ]
+    data = prepare_data(Data.model_validate({"mixture": mixture, "length": 8}), ModelSide({}), 8)
     assert isinstance(data.training, MixedSamples)
     assert (data.num_tokens, data.num_documents) == (8002, 2)
     batches = list(WholeBatches(data.training, order_of(data.training, 0), 8, num_batches=20))

@@ -10,8 +10,9 @@ import torch
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.train.data.placing import Order
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data, vocabulary_of
+from bireme.train.data.prepare import ModelSide, prepare_data, vocabulary_of
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
+from bireme.train.run_file.training import Data
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.whole_batches import WholeBatches
 
@@ -21,10 +22,10 @@ def model_side(vocab: int = 257, folder: Path | None = None) -> ModelSide:
     return ModelSide(source.example_inputs, vocabulary_of(source.model), folder)
 
 
-def request(folder: Path, **wishes: Any) -> DataRequest:
+def request(folder: Path, **wishes: Any) -> Data:
     (folder / "texts").mkdir(exist_ok=True)
     (folder / "texts" / "a.txt").write_text("some text\n" * 40)
-    return DataRequest(**{"source": str(folder / "texts"), "length": 8, **wishes})
+    return Data(**{"source": str(folder / "texts"), "length": 8, **wishes})
 
 
 def test_text_becomes_samples_that_the_built_in_model_learns_from(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_function_gives_training_and_evaluation_samples(tmp_path: Path) -> Non
     made = "{'x': torch.ones(10, 3), 'y': torch.ones(10).long()}"
     (tmp_path / "own.py").write_text(f"import torch\ndef some():\n    return {made}\n")
     side = ModelSide({"x": torch.ones(1, 5), "y": torch.ones(1, dtype=torch.long)})
-    data = prepare_data(DataRequest(f"{tmp_path}/own.py:some", evaluation_fraction=0.2), side, 2)
+    data = prepare_data(Data(source=f"{tmp_path}/own.py:some", evaluation_fraction=0.2), side, 2)
     assert data.evaluation is not None
     assert (len(data.training), len(data.evaluation)) == (8, 2)
     assert (data.tokenizer, data.num_tokens) == (None, None)
@@ -69,7 +70,7 @@ def test_a_function_gives_training_and_evaluation_samples(tmp_path: Path) -> Non
 @pytest.mark.parametrize("tokenizer", ["auto", "bytes"])
 def test_ids_that_somebody_made_are_not_taken_for_bytes(tokenizer: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint16))
-    data = prepare_data(DataRequest(str(tmp_path / "a.npy"), tokenizer, length=8), model_side(), 1)
+    data = prepare_data(Data(source=str(tmp_path / "a.npy"), tokenizer=tokenizer, length=8), model_side(), 1)
     assert data.tokenizer is None
     assert data.num_tokens == 200
 
@@ -95,7 +96,7 @@ def test_what_cannot_work_is_refused(
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(300, dtype=np.uint16))
     with pytest.raises(BiremeError, match="token id 299, but the model has 257"):
-        prepare_data(DataRequest(str(tmp_path / "a.npy"), length=8), model_side(), 1)
+        prepare_data(Data(source=str(tmp_path / "a.npy"), length=8), model_side(), 1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_samples_that_the_model_does_not_take_are_refused(made: str, wrong: str,
     (tmp_path / "own.py").write_text(f"import torch\ndef some():\n    return {made}\n")
     side = ModelSide({"x": torch.ones(1, 5), "y": torch.ones(1, dtype=torch.long)})
     with pytest.raises(BiremeError, match=wrong):
-        prepare_data(DataRequest(f"{tmp_path}/own.py:some", evaluation_fraction=0.0), side, 2)
+        prepare_data(Data(source=f"{tmp_path}/own.py:some", evaluation_fraction=0.0), side, 2)
 
 
 @pytest.mark.slow

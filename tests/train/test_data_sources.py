@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.train.data import text_files
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.prepare import DataRequest, ModelSide, prepare_data
+from bireme.train.data.prepare import ModelSide, prepare_data
 from bireme.train.data.samples import Tokens, load_tokens
 from bireme.train.data.source import OwnSamples, open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.viewing import data_notes
+from bireme.train.run_file.training import Data
 from bireme.user_code import names_function
 
 
@@ -283,7 +284,7 @@ def test_a_file_of_json_lines_is_read_as_rows_and_not_as_text(tmp_path: Path) ->
 def test_a_wrong_line_of_json_is_named(lines: str, wrong: str, tmp_path: Path) -> None:
     write(tmp_path, {"rows.jsonl": lines})
     with pytest.raises(BiremeError, match=wrong):
-        prepare_data(DataRequest(str(tmp_path / "rows.jsonl"), length=8), ModelSide({}), 1)
+        prepare_data(Data(source=str(tmp_path / "rows.jsonl"), length=8), ModelSide({}), 1)
 
 
 def test_rows_among_texts_are_not_taken_for_text(tmp_path: Path) -> None:
@@ -324,6 +325,6 @@ def test_files_that_are_not_utf_8_are_named_in_a_warning(
         f"in {tmp_path}/f.txt. Convert them to UTF-8, or choose the files to read with data.pattern."
     )
     for _ in range(2):  # the second time from the cache
-        data = prepare_data(DataRequest(str(tmp_path), length=8, evaluation_fraction=0.0), ModelSide({}), 1)
+        data = prepare_data(Data(source=str(tmp_path), length=8, evaluation_fraction=0.0), ModelSide({}), 1)
         assert data_notes(data) == (warning,)
     assert (data.num_files, data.loss_on) == (6, "all tokens")

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from bireme.report.data_table import DataView, print_data
-from bireme.train.data.prepare import DataRequest, ModelSide, RowForm, prepare_data
+from bireme.train.data.prepare import ModelSide, RowForm, prepare_data
 from bireme.train.data.viewing import view_of
+from bireme.train.run_file.training import Data
 from tests.support.command import bireme
 from tests.support.tiny_llama import save_config
 from tests.support.tiny_tokenizer import save_tokenizer
@@ -28,7 +29,7 @@ CHAT = [
 
 
 def seen(source: str, length: int = 64, num_shown: int = 3, **asked: Any) -> DataView:
-    request = DataRequest(source, length=length, **({"evaluation_fraction": 0.0} | asked))
+    request = Data(source=source, length=length, **({"evaluation_fraction": 0.0} | asked))
     data = prepare_data(request, ModelSide({}), 1)
     return view_of(data, "bytes" if data.tokenizer else None, length, num_shown)
 
@@ -111,7 +112,7 @@ def test_counts_are_those_of_the_samples(tmp_path: Path) -> None:
     assert (packed.num_samples, packed.num_tokens, packed.num_cut_off) == (3, 5 + 43 + 8, 0)
     begun = [one for sample in packed.samples for one in sample.tokens if one.begins]
     assert len(begun) == 2, "two samples hold one document, and one holds two or three pieces"
-    (everything,) = seen(name, 20, counts_all=True).sources
+    (everything,) = seen(name, 20, loss_on="all").sources
     assert (everything.num_targets, everything.loss_on) == (4 + 19 + 7, "all tokens")
 
 

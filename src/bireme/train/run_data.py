@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from bireme.errors import BiremeError
@@ -11,7 +10,6 @@ from bireme.model.graph import Graph
 from bireme.train.data.documents import StreamSamples
 from bireme.train.data.mixture import MixedSamples, sources_of
 from bireme.train.data.prepare import (
-    DataRequest,
     ModelSide,
     RunData,
     longest_row,
@@ -78,7 +76,7 @@ def with_length_of_data(run: RunFile, progress: Progress | None = None) -> RunFi
     if folder is None or "length" in data.model_fields_set or data.packing not in (None, "none"):
         return run
     most = default_length(model_config(folder), LONGEST_ROW)
-    longest = None if most is None else longest_row(_request(run), ModelSide({}, None, folder), progress)
+    longest = None if most is None else longest_row(data, ModelSide({}, None, folder), progress)
     if most is None or longest is None:
         return run
     length = min(most, max(_STEP, -(-longest // _STEP) * _STEP))
@@ -119,12 +117,17 @@ def data_of(
 ) -> RunData:
     """The samples of a run; the first time may take long, and later the cache has them.
 
-    `what` says what the data of `data.source` are for; `keeps_rest` is as in `DataRequest`. Without a model
-    nothing is checked against it.
+    `what` and `keeps_rest` are as for `prepare_data`. Without a model nothing is checked against it.
     """
-    request = replace(_request(run), keeps_rest=keeps_rest)
-    side = ModelSide({}) if model is None else _side(model)
-    return prepare_data(request, side, run.training.batch_size, progress, what=what)
+    return prepare_data(
+        run.data,
+        ModelSide({}) if model is None else _side(model),
+        run.training.batch_size,
+        progress,
+        what=what,
+        held_samples=run.training.batch_size * run.training.evaluation_batches,
+        keeps_rest=keeps_rest,
+    )
 
 
 def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
@@ -132,9 +135,9 @@ def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
 
     They are cut like the public ones. All of them are for training.
     """
-    source = (run.data.private or {})[server]
-    key = f"data.private.{server}"
-    alone = replace(_request(run), source=source, evaluation_fraction=0.0, evaluation_source=None)
+    source, key = (run.data.private or {})[server], f"data.private.{server}"
+    own = {"source": source, "mixture": None, "evaluation_fraction": 0.0, "evaluation_source": None}
+    alone = run.data.model_copy(update=own)
     try:
         found = prepare_data(alone, _side(model), 1, what=key).training
     except BiremeError as error:
@@ -145,26 +148,6 @@ def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
             "streaming=true."
         )
     return found
-
-
-def _request(run: RunFile) -> DataRequest:
-    asked = run.data
-    return DataRequest(
-        source=asked.source or "",
-        mixture=tuple((one.source, one.weight) for one in asked.mixture or ()),
-        tokenizer=asked.tokenizer,
-        length=asked.length,
-        evaluation_fraction=asked.evaluation_fraction or 0.0,
-        evaluation_source=asked.evaluation_source,
-        text_column=asked.text_column,
-        pattern=asked.pattern,
-        dtype=asked.dtype,
-        packing=asked.packing,
-        counts_all=asked.loss_on == "all",
-        evaluation_samples=run.training.batch_size * run.training.evaluation_batches,
-        seed=asked.seed,
-        shuffle_buffer=asked.shuffle_buffer,
-    )
 
 
 def _side(model: RunModel) -> ModelSide:

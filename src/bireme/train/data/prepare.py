@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
-from bireme.train.data.documents import Cut, HeldRows, Packing, StreamSamples, held_apart
+from bireme.train.data.documents import Cut, HeldRows, StreamSamples, held_apart
 from bireme.train.data.encoding import AnswerRows, Progress, tokenized
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
@@ -36,6 +36,7 @@ from bireme.train.data.samples import (
 from bireme.train.data.source import OwnSamples, Source, open_source
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from bireme.train.run_file.training import Data
 
 # What must hold between data and model before training starts; each check refuses with one sentence.
 #
@@ -186,34 +187,6 @@ def _spread(count: int, most: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class DataRequest:
-    """What a run asks of its data.
-
-    `mixture` are several sources with their weights, in the place of `source`. Samples of text have `length`
-    tokens. For evaluation there is a source of its own, or else the last fraction of each one to train on;
-    none if the fraction is 0. A stream has no last fraction: `evaluation_samples` of its beginning are kept
-    apart. `dtype` is that of .bin files. Without `packing` conversations have a sample each, and all else is
-    a stream.
-    """
-
-    source: str = "stdlib"
-    tokenizer: str = "auto"
-    length: int = 128
-    evaluation_fraction: float = 0.05
-    evaluation_source: str | None = None
-    text_column: str | None = None
-    pattern: str = "*"
-    dtype: str = "uint16"
-    mixture: tuple[tuple[str, float], ...] = ()
-    packing: Packing | None = None
-    evaluation_samples: int = 256
-    seed: int = 0
-    shuffle_buffer: int = 1000
-    counts_all: bool = False
-    keeps_rest: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ModelSide:
     """What the data must fit: the model's example inputs, how many tokens it knows, where it lies.
 
@@ -301,25 +274,29 @@ class RunData:
 
 
 def prepare_data(
-    request: DataRequest,
+    request: Data,
     model: ModelSide,
     batch_size: int,
     progress: Progress | None = None,
     *,
     what: str = "training",
+    held_samples: int = 256,
+    keeps_rest: bool = False,
 ) -> RunData:
-    """The samples that a run asks for, of which a batch at least can be made, and which the model takes.
+    """The samples that `[data]` asks for, of which a batch at least can be made, and which the model takes.
 
-    `what` says what the data of its first source are for.
+    `what` is the use of the data of its first source. A stream has no last fraction: `held_samples` of its
+    beginning are kept for evaluation. With `keeps_rest` the tokens at the end that fill no sample are one.
     """
-    names = [name for name, _ in request.mixture] or [request.source]
+    names = _names(request)
     sources = [_opened(request, name) for name in names]
     apart = None if request.evaluation_source is None else _opened(request, request.evaluation_source)
     everything = sources if apart is None else [*sources, apart]
-    maker = _Maker(request, model, _tokenizer(request, model, everything), progress)
+    tokenizer = _tokenizer(request, model, everything)
+    maker = _Maker(request, model, tokenizer, progress, held_samples, keeps_rest)
     made = [maker.made(source) for source in sources]
     held = None if apart is None else maker.made(apart)
-    fraction = request.evaluation_fraction if held is None else 0.0
+    fraction = (request.evaluation_fraction or 0.0) if held is None else 0.0
     splits = [maker.split(one, fraction, least=-(-batch_size // len(made))) for one in made]
     training, evaluation = splits[0].training, splits[0].evaluation
     if request.mixture:
@@ -352,9 +329,9 @@ def prepare_data(
     )
 
 
-def longest_row(request: DataRequest, model: ModelSide, progress: Progress | None = None) -> int | None:
+def longest_row(request: Data, model: ModelSide, progress: Progress | None = None) -> int | None:
     """The tokens of the longest row in which only answers count, of all sources; None if there are others."""
-    names = [*([name for name, _ in request.mixture] or [request.source]), request.evaluation_source]
+    names = [*_names(request), request.evaluation_source]
     sources = [_opened(request, name) for name in names if name is not None]
     rows = [one for one in sources if isinstance(one, SavedRows) and one.has_answers and one.size is not None]
     if len(rows) < len(sources):
@@ -364,19 +341,20 @@ def longest_row(request: DataRequest, model: ModelSide, progress: Progress | Non
     return max(int(np.diff(ends, prepend=0).max()) for ends in found if ends is not None)
 
 
-def _mixed(request: DataRequest, samples: Sequence[Samples]) -> MixedSamples:
+def _names(request: Data) -> list[str]:
+    """The sources to train on."""
+    return [one.source for one in request.mixture or ()] or [request.source or ""]
+
+
+def _mixed(request: Data, samples: Sequence[Samples]) -> MixedSamples:
     """The samples of all sources; either each of them has samples to evaluate with, or none."""
-    return MixedSamples(
-        tuple(
-            MixedSource(name, weight, one)
-            for (name, weight), one in zip(request.mixture, samples, strict=True)
-        )
-    )
+    both = zip(request.mixture or (), samples, strict=True)
+    return MixedSamples(tuple(MixedSource(one.source, one.weight, own) for one, own in both))
 
 
-def _opened(request: DataRequest, text: str) -> Source:
+def _opened(request: Data, text: str) -> Source:
     found = open_source(text, pattern=request.pattern, text_column=request.text_column, dtype=request.dtype)
-    return replace(found, counts_all=request.counts_all) if isinstance(found, SavedRows) else found
+    return replace(found, counts_all=request.loss_on == "all") if isinstance(found, SavedRows) else found
 
 
 def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recognized:
@@ -396,7 +374,7 @@ def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recog
     return Recognized(name, what, source.columns, form, counts, source.num_files)
 
 
-def _tokenizer(request: DataRequest, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
+def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
     """Text needs one. Ids have been through one, and nobody says that it was bytes, which are the default."""
     holds_text = any(_holds_text(source) for source in sources)
     model_has_one = model.folder is not None and has_tokenizer(model.folder)
@@ -435,10 +413,12 @@ class _Made:
 class _Maker:
     """Makes samples of sources, all in the same way."""
 
-    request: DataRequest
+    request: Data
     model: ModelSide
     tokenizer: Tokenizer | None
     progress: Progress | None
+    held_samples: int
+    keeps_rest: bool
 
     def made(self, source: Source) -> _Made:
         """A source with its tokens, if they can be had at once."""
@@ -469,7 +449,7 @@ class _Maker:
                 )
                 return Split(stream, None if held is None else OwnSamples(made.data.origin, held.samples))
         if made.cut.packing == "stream":
-            padding = self._padding if self.request.keeps_rest else None
+            padding = self._padding if self.keeps_rest else None
             vocabulary, length = self.model.vocabulary, self.request.length
             return split_tokens(
                 made.data, length, fraction, least=least, vocabulary=vocabulary, padding=padding
@@ -483,7 +463,7 @@ class _Maker:
         return self.split(made, 0.0, least=0).training
 
     def _held(self, rows: SavedRows, cut: Cut) -> HeldRows:
-        return held_apart(rows, self.tokenizer, cut, self.request.evaluation_samples)
+        return held_apart(rows, self.tokenizer, cut, self.held_samples)
 
     @property
     def _padding(self) -> int:
