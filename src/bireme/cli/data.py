@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, Sets, settings_of, show
+from bireme.cli.options import Json, Sets, settings_of, show, tell
 
 _WITHOUT_MODEL = 1024
 """Tokens of a sample if neither a model nor an option says."""
@@ -39,7 +39,7 @@ def data(
 
     [dim]bireme data chats.jsonl --model Llama-3.2-1B-Instruct[/dim]
     """
-    from bireme.report.terminal import progress_bar, tell
+    from bireme.report.terminal import progress_bar
 
     sets = [*settings_of(("--length", "data.length", length)), *(set_ or ())]
     with progress_bar("loading the data") as progress:

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, Sets, print_json, settings_of
+from bireme.cli.options import Json, Sets, print_json, settings_of, tell
 
 
 def evaluate(
@@ -58,7 +58,7 @@ def evaluate(
 
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
     """
-    from bireme.report.terminal import progress_bar, tell
+    from bireme.report.terminal import progress_bar
     from bireme.runtime.board import RankFailed
     from bireme.train.evaluating import evaluate as evaluated
     from bireme.train.subject import subject_of

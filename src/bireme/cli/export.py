@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, print_json, tell
 from bireme.errors import BiremeError
 
 
@@ -63,9 +63,7 @@ def export(
             f"{run_dir} has trained an adapter, which peft reads from safetensors. Leave out --format dcp, "
             "or add --merged to export the whole model."
         )
-    checkpoint = newest_good(
-        folder.checkpoints(run), on_bad=lambda text: typer.echo(f"bireme: {text}", err=True)
-    )
+    checkpoint = newest_good(folder.checkpoints(run), on_bad=tell)
     if checkpoint is None:
         raise BiremeError(
             f"{run_dir} has no checkpoint yet, so there is nothing to export. Train until there is one: "

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, address_of, print_json
+from bireme.cli.options import Json, address_of, print_json, tell
 from bireme.errors import BiremeError
 
 _INSTALL = (
@@ -82,7 +82,6 @@ def join(
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.live_view import live_view
-    from bireme.report.terminal import tell
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
     from bireme.train.joined_processes import get_ready
 
@@ -143,6 +142,6 @@ def join(
 def refuse_failing(sentences: list[str]) -> None:
     """Raise the first as a user's mistake, after the others."""
     for sentence in sentences[1:]:
-        typer.echo(f"bireme: {sentence}", err=True)
+        tell(sentence)
     if sentences:
         raise BiremeError(sentences[0])

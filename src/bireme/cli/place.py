@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show
+from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show, tell
 from bireme.errors import BiremeError, closest
 from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.workload import (
@@ -266,7 +266,7 @@ def place(
         )
         found = ReadWorkload(placed.made.workload, ())
     for warning in found.warnings:
-        typer.echo(f"bireme: {warning}", err=True)
+        tell(warning)
     if check is not None:
         rules = {"contiguous": contiguous, "num_pieces": pieces}
         if not check_split(found.workload, check, objective, rules, as_json=as_json):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of
+from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of, tell
 from bireme.cli.supervised import report_folder, supervised
 from bireme.errors import BiremeError
 
@@ -156,7 +156,7 @@ def resumed(
     """Continue a run to its end in this process. What was set before holds for the rest of the run."""
     from bireme.train.folder import RunFolder
 
-    RunFolder(run_dir).restore(_tell)
+    RunFolder(run_dir).restore(tell)
     folder = RunFolder.of(run_dir)
     run = folder.load_run(sets or ())
     begin()
@@ -169,7 +169,7 @@ def resumed(
     from bireme.train.resume_checks import check_finds_checkpoints, check_rate
 
     check_finds_checkpoints(run, folder)
-    checkpoint = newest_good(folder.checkpoints(run), on_bad=_tell)
+    checkpoint = newest_good(folder.checkpoints(run), on_bad=tell)
     at = 0 if checkpoint is None else checkpoint.manifest.step
     # A run that was killed at its very end must still export its model.
     if has_ended(run, folder, at):
@@ -177,20 +177,20 @@ def resumed(
             f"{run_dir} has finished its {at} steps. To train further: --set training.steps={2 * at}"
             f"{_rate_of(run, at)}."
         )
-    check_rate(run, folder, at, _tell)
+    check_rate(run, folder, at, tell)
     try:
         if not anyway:
             check_restart_limit(folder, at)
     except RestartLimitError as error:
-        typer.echo(f"bireme: {error}", err=True)
+        tell(f"{error}")
         raise typer.Exit(NO_PROGRESS_STATUS) from None
     with progress_bar("preparing") as progress:
-        prepared = prepared_again(run, folder, progress, checkpoint, _tell)
+        prepared = prepared_again(run, folder, progress, checkpoint, tell)
     if not anyway:
         check_room(prepared, folder, at)
     count_start(folder, at)
     begins = "" if checkpoint else ", because there is no checkpoint yet"
-    typer.echo(f"bireme: resuming after step {at} of {run.training.steps}{begins}.", err=True)
+    tell(f"resuming after step {at} of {run.training.steps}{begins}.")
     run_to_end(prepared, folder, checkpoint, restarts=restarts, as_json=as_json)
 
 
@@ -202,10 +202,6 @@ def _rate_of(run: "RunFile", steps: int) -> str:
         f" --set training.schedule_steps={steps}, which keeps the last learning rate; with --set "
         "training.after_schedule=restart as well it warms up and falls once more"
     )
-
-
-def _tell(sentence: str) -> None:
-    typer.echo(f"bireme: {sentence}", err=True)
 
 
 def run_to_end(
@@ -227,10 +223,10 @@ def run_to_end(
         with live_view():
             finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:
-        typer.echo(f"bireme: interrupted before a new checkpoint. {_how_to_go_on(folder.path)}", err=True)
+        tell(f"interrupted before a new checkpoint. {_how_to_go_on(folder.path)}")
         raise typer.Exit(INTERRUPTED_STATUS) from None
     except RunFailed as error:
-        typer.echo(f"bireme: {error}\n{_how_to_go_on(folder.path)}", err=True)
+        tell(f"{error}\n{_how_to_go_on(folder.path)}")
         raise typer.Exit(1) from None
     show_finished(finished, as_json=as_json)
     if finished.lost:
@@ -287,8 +283,7 @@ def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
     if as_json:
         print_json(finished.summary)
         if finished.is_stopped:
-            how = _how_to_go_on(finished.summary["run_dir"])
-            typer.echo(f"bireme: stopped ({finished.reason}). {how}", err=True)
+            tell(f"stopped ({finished.reason}). {_how_to_go_on(finished.summary['run_dir'])}")
     else:
         from rich.console import Console
 
@@ -297,7 +292,7 @@ def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
         is_stopped, is_lost = finished.is_stopped, bool(finished.lost)
         print_summary(finished.summary, Console(), is_stopped=is_stopped, is_lost=is_lost)
     if finished.lost:
-        typer.echo(f"bireme: {finished.lost}", err=True)
+        tell(finished.lost)
 
 
 def _how_to_go_on(folder: "Path | str") -> str:

@@ -256,30 +256,27 @@ def prepare(
     initial = _initial(model, graph, progress) if begins else None
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
+    answer = measured = planning_s = None
     if given is not None:
         plan = with_own_codecs(_checked(given, f"{run.plan.file}", graph, machines), run)
         run = with_choices(run, plan.plan)
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
-        identity = data_identity(run, data)
-        known = data, identity, None, census, initial
-        return PreparedRun(run, machines, graph, evaluation, plan, None, None, *known)
-    profiled = CapturedRun(run, machines, model, graph).profiled(progress)
-    ahead = None if before is None else plan_made_ahead(before, profiled)
-    if ahead is not None:
-        check_boundaries(run, ahead.plan)
-        known = data, data_identity(run, data), None, census, initial
-        run = with_choices(run, ahead.plan)
-        return PreparedRun(run, machines, graph, evaluation, ahead, None, profiled.profile, *known)
-    found = profiled.planned(progress)
-    run, answer, measured = found.run, found.answer, found.profile
-    plan = saved_plan(answer, planned_units(measured))
-    if run.plan.largest_batch is not None:
-        run = with_batch(run, summarize(answer.best).batch_size)
-        data = data_of(run, model, progress)
-    identity = data_identity(run, data)
-    last = identity, found.planning_s, census, initial
-    return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, data, *last)
+    else:
+        profiled = CapturedRun(run, machines, model, graph).profiled(progress)
+        ahead, measured = None if before is None else plan_made_ahead(before, profiled), profiled.profile
+        if ahead is not None:
+            check_boundaries(run, ahead.plan)
+            plan, run = ahead, with_choices(run, ahead.plan)
+        else:
+            found = profiled.planned(progress)
+            run, answer, measured, planning_s = found.run, found.answer, found.profile, found.planning_s
+            plan = saved_plan(answer, planned_units(measured))
+            if run.plan.largest_batch is not None:
+                run = with_batch(run, summarize(answer.best).batch_size)
+                data = data_of(run, model, progress)
+    known = data, data_identity(run, data), planning_s, census, initial
+    return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, *known)
 
 
 def _is_captured_as(run: RunFile, before: RunFile) -> bool:
