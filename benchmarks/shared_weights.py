@@ -111,8 +111,8 @@ def row_of(subject: Subject, way: Way, seconds: float) -> dict[str, Any]:
         found = trained(short(prepared, seconds, "run"))
     forecast = prepared.plan.forecast
     assert forecast is not None, "it was made above"
-    measured = max(rank.measured_peak_bytes or 0 for rank in found.ranks)
-    predicted = max(rank.predicted_peak_bytes or 0.0 for rank in found.ranks)
+    measured = max(rank["measured_peak_bytes"] or 0 for rank in found["ranks"])
+    predicted = max(rank["predicted_peak_bytes"] or 0.0 for rank in found["ranks"])
     return {
         "shared": way.shard,
         "parts": way.parts,
@@ -120,7 +120,7 @@ def row_of(subject: Subject, way: Way, seconds: float) -> dict[str, Any]:
         "measured_mib": measured / 2**20,
         "measured_to_predicted": measured / predicted,
         "predicted_step_s": forecast.batch_s,
-        "measured_step_s": found.measured_batch_s,
+        "measured_step_s": found["measured_batch_s"],
         "gathered_mb_a_step": sum(one.predicted_bytes_moved for one in forecast.tiers) / 1e6,
     }
 

@@ -68,4 +68,4 @@ def test_batches_of_a_mixture_hold_the_sources_samples(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(120, abs=2)
     assert all(4 <= share <= 8 for share in shares)
     assert isinstance(data.evaluation, MixedSamples)
-    assert [one.name for one in data.evaluation.sources] == [name for name, _ in mixture]
+    assert [one.name for one in data.evaluation.sources] == [one["source"] for one in mixture]
