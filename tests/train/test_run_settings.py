@@ -7,8 +7,7 @@ from hypothesis import given
 
 from bireme.errors import BiremeError
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.run_file.synonyms import SYNONYMS
-from bireme.train.run_file.text import toml_value
+from bireme.train.run_file.text import SYNONYMS, toml_value
 from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 

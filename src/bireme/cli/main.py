@@ -52,6 +52,7 @@ VERBS = {
     "join": Verb(
         TRAIN,
         "Take part in a run with this machine: check it and the line, wait for the others, train.",
+        "coordinate",
     ),
     "evaluate": Verb(
         TRAIN, "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second."
@@ -79,7 +80,9 @@ VERBS = {
         "export",
     ),
     "generate": Verb(TRAIN, "Let a model write: continue a prompt, or answer it."),
-    "profile": Verb(PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent."),
+    "profile": Verb(
+        PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent.", "plan"
+    ),
     "cluster": Verb(PLAN, "Servers, devices and links: find, measure and show them."),
     "plan": Verb(
         PLAN,

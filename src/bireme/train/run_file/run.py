@@ -21,9 +21,8 @@ from bireme.documents import Advise, read_toml, validated
 from bireme.errors import BiremeError, closest
 from bireme.train.run_file.checks import check_together
 from bireme.train.run_file.defaults import with_model_defaults
-from bireme.train.run_file.synonyms import advice
 from bireme.train.run_file.tables import Tables
-from bireme.train.run_file.text import toml_value
+from bireme.train.run_file.text import advice, toml_value
 
 # `--set table.key=value`: sets single keys of a document from the command line.
 #
