@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from bireme.errors import BiremeError
 from bireme.runtime.snapshot import Snapshot
-from bireme.runtime.stores import HashStore
+from bireme.runtime.stores import HashStore, Store
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
@@ -196,7 +197,7 @@ def test_a_store_that_is_gone_costs_checkpoints_and_not_the_run(tmp_path: Path) 
     events: list[list[CheckpointEvent]] = [[], []]
 
     def opened(rank: int) -> CheckpointWriter:
-        return CheckpointWriter(tmp_path, rank, 2, store, on_event=events[rank].append)
+        return CheckpointWriter(tmp_path, rank, 2, cast("Store", store), on_event=events[rank].append)
 
     run = Ranks(run_threads(2, opened), events)
     run.save(1)

@@ -161,7 +161,7 @@ def resumed(
     run = folder.load_run(sets or ())
     begin()
     from bireme.report.terminal import progress_bar
-    from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.checkpoint.checkpoint import newest_good, step_after
     from bireme.train.export import has_ended
     from bireme.train.finishing import check_room
     from bireme.train.outcome import RestartLimitError, check_restart_limit, count_start
@@ -170,7 +170,7 @@ def resumed(
 
     check_finds_checkpoints(run, folder)
     checkpoint = newest_good(folder.checkpoints(run), on_bad=tell)
-    at = 0 if checkpoint is None else checkpoint.manifest.step
+    at = step_after(checkpoint)
     # A run that was killed at its very end must still export its model.
     if has_ended(run, folder, at):
         raise BiremeError(

@@ -30,29 +30,21 @@ from bireme.train.run_file import (
     with_paths_within,
 )
 
-RECORDED = (
-    "run.toml",
-    "plan.json",
-    "windows.json",
-    "profile.json",
-    "cluster.toml",
-    "graph.json",
-    "evaluation-graph.json",
-    "data.json",
-    "base.json",
-    "private.json",
-)
-"""The files that a resume reads."""
 _RECORD_KEY = "record_sha256"
 _MOST_CHANGES = 3
 """Keys of `run.toml` that a sentence lists."""
 
 
-class _PathWithin:
-    """A file or a folder of this name in that of a run."""
+RECORDED = list[str]()
+"""The files that a resume reads."""
 
-    def __init__(self, name: str) -> None:
+
+class _PathWithin:
+    """A file or a folder of this name in that of a run; with `is_recorded` a resume reads it."""
+
+    def __init__(self, name: str, *, is_recorded: bool = False) -> None:
         self._name = name
+        RECORDED.extend([name] * is_recorded)
 
     def __get__(self, folder: "RunFolder", _kind: type["RunFolder"]) -> Path:
         return folder.path / self._name
@@ -64,25 +56,25 @@ class RunFolder:
 
     path: Path
 
-    run_file = _PathWithin("run.toml")
+    run_file = _PathWithin("run.toml", is_recorded=True)
     """The run file with all that was set and all defaults."""
-    plan = _PathWithin("plan.json")
+    plan = _PathWithin("plan.json", is_recorded=True)
     """The plan, with what it promises."""
     fetched = _PathWithin("fetched.json")
     """Where this machine has the data and the model's files that it fetched from another one."""
-    windows = _PathWithin("windows.json")
+    windows = _PathWithin("windows.json", is_recorded=True)
     """The windows of a plan that pages, which ranks read; only where it does."""
-    profile = _PathWithin("profile.json")
+    profile = _PathWithin("profile.json", is_recorded=True)
     """What the plan was made from."""
-    cluster = _PathWithin("cluster.toml")
+    cluster = _PathWithin("cluster.toml", is_recorded=True)
     """The devices."""
-    graph = _PathWithin("graph.json")
+    graph = _PathWithin("graph.json", is_recorded=True)
     """The model as it is trained."""
-    evaluation_graph = _PathWithin("evaluation-graph.json")
+    evaluation_graph = _PathWithin("evaluation-graph.json", is_recorded=True)
     """The model as it is evaluated."""
-    data = _PathWithin("data.json")
+    data = _PathWithin("data.json", is_recorded=True)
     """Which data it is trained on."""
-    base = _PathWithin("base.json")
+    base = _PathWithin("base.json", is_recorded=True)
     """Which frozen weights it trains a part on; only where checkpoints leave these out."""
     initial = _PathWithin("initial")
     """The weights that a function of the user made for the run's begin; removed when it has ended."""
@@ -92,7 +84,7 @@ class RunFolder:
     """Which samples each committed round trained, where a coordinator deals them."""
     hosts = _PathWithin("hosts.json")
     """Where a host that is started again finds the others, where replicas may die."""
-    private = _PathWithin("private.json")
+    private = _PathWithin("private.json", is_recorded=True)
     """How many private samples each server holds, where some do."""
     starts = _PathWithin("starts.json")
     """How often it was started again from the same checkpoint."""

@@ -297,7 +297,6 @@ def train_on_host(
                 folder,
                 own.settings,
                 start,
-                threads=start.threads,
                 backend=orders.backend,
                 device=orders.device,
                 host=host,

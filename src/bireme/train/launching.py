@@ -32,7 +32,7 @@ from bireme.runtime.layout import layout_of
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.replicas.launch import launch_replicas
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
-from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good
+from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, step_after
 from bireme.train.choices import sums_of
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
@@ -140,7 +140,7 @@ def _run_through(
     """What the ranks of a run come to, after as many restarts as it takes and may take."""
     num_in_vain = 0
     while True:
-        step, num_ledger_bytes = _step_of(checkpoint), _size_of(folder.ledger)
+        step, num_ledger_bytes = step_after(checkpoint), _size_of(folder.ledger)
         try:
             return _run(prepared, folder, checkpoint, keeper, is_shown=is_shown, may_replan=True)
         except (BiremeError, RunFailed) as failure:
@@ -151,20 +151,16 @@ def _run_through(
             keepers = [] if keeper is None or keeper.address is None else [keeper.address]
             with suppress(BiremeError):  # if all checkpoints are damaged, the failure says more
                 checkpoint, _ = newest_state(folder.checkpoints(prepared.run), keepers, prepared.run)
-            num_in_vain = 0 if _step_of(checkpoint) > step else num_in_vain
+            num_in_vain = 0 if step_after(checkpoint) > step else num_in_vain
             if num_in_vain >= restarts:
                 raise
             num_in_vain += 1
-            count_start(folder, _step_of(checkpoint))
+            count_start(folder, step_after(checkpoint))
             why = failure.line if isinstance(failure, RankFailed) else str(failure)
-            at = f"after step {_step_of(checkpoint)}" if checkpoint else "from its beginning"
+            at = f"after step {step_after(checkpoint)}" if checkpoint else "from its beginning"
             at += ", from second copies" if checkpoint and checkpoint.copies else ""
             count = f"restart {num_in_vain} of at most {restarts} in a row without a new checkpoint"
             tell(f"{why} The run continues {at} ({count}).")
-
-
-def _step_of(checkpoint: Checkpoint | None) -> int:
-    return 0 if checkpoint is None else checkpoint.manifest.step
 
 
 def _size_of(path: Path) -> int:
@@ -187,7 +183,7 @@ def _run(
     begin = run_start(prepared, folder, checkpoint, machines.threads)
     begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
     if keeper is not None:
-        begin = replace(begin, copying=keeper.orders(prepared.run, _step_of(checkpoint)))
+        begin = replace(begin, copying=keeper.orders(prepared.run, step_after(checkpoint)))
     gpus = gpus_here(plan.process_devices, machines.cluster, machines.device)
     with signals_passed_on(), environment({VISIBLE: gpus}):
         if prepared.run.sync.mode != "allreduce":
@@ -197,7 +193,6 @@ def _run(
                 folder,
                 settings,
                 begin,
-                threads=machines.threads,
                 backend=machines.backend,
                 device=machines.device,
             )
@@ -250,7 +245,7 @@ def replica_settings(
 ) -> CoordinatorSettings:
     """What coordinators are told of a run."""
     run, plan = prepared.run, prepared.plan.plan
-    step = 0 if checkpoint is None else checkpoint.manifest.step
+    step = step_after(checkpoint)
     fresh, waiting = left_at(folder.ledger, step, run.training.batch_size)
     limits = share_limits(prepared.plan, prepared.profile, run.training.batch_size, grows=False)
     if prepared.census:
@@ -294,7 +289,6 @@ def launch_here(
     settings: CoordinatorSettings,
     begin: RunStart,
     *,
-    threads: int | None,
     backend: Backend,
     device: str,
     host: LaunchHost | None = None,
@@ -310,7 +304,7 @@ def launch_here(
         ledger=folder.ledger,
         tell=tell,
         timeout_s=run.cluster.timeout_s,
-        threads_per_process=threads,
+        threads_per_process=begin.threads,
         backend=backend,
         device=device,
         host=host,

@@ -26,7 +26,7 @@ from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.train.captured_run import micro_batches
-from bireme.train.checkpoint.checkpoint import Checkpoint, MachinesNote, fetch_manifests
+from bireme.train.checkpoint.checkpoint import Checkpoint, MachinesNote, fetch_manifests, step_after
 from bireme.train.choices import check_mode
 from bireme.train.export import has_ended
 from bireme.train.folder import RunFolder
@@ -176,7 +176,7 @@ class RunSetup:
     @property
     def step(self) -> int:
         """The step to go on after."""
-        return _step_of(self.checkpoint)
+        return step_after(self.checkpoint)
 
 
 def set_up_run(
@@ -243,7 +243,7 @@ def set_up_run(
     else:
         prepared, folder = _written(prepared, settled, cluster, begun, checkpoint, tell)
     if begun is not None:
-        count_start(begun, _step_of(checkpoint))
+        count_start(begun, step_after(checkpoint))
     ranks = ranks_on(prepared.machines.cluster, nodes)
     places = places_in(prepared.plan.plan, prepared.machines.cluster, ranks)
     idle = ", ".join(str(rank) for rank in sorted(set(ranks) - set(places)))
@@ -276,7 +276,7 @@ def _newest(
         return _NewestState(None, 0)
     but = fetch_manifests(begun.path, run.checkpoint.folder)
     checkpoint, number = newest_state(begun.checkpoints(run), keepers, run, on_bad=tell, but=but)
-    at = _step_of(checkpoint)
+    at = step_after(checkpoint)
     if has_ended(run, begun, at):
         tell(f"{begun.path} has finished its {run.training.steps} steps. To train further, set more.")
         return None
@@ -286,10 +286,6 @@ def _newest(
     source = "" if checkpoint is None or checkpoint.copies is None else ", from second copies"
     tell(f"{begun.path} resumes after step {at} of {run.training.steps}{source}.")
     return _NewestState(checkpoint, number)
-
-
-def _step_of(checkpoint: Checkpoint | None) -> int:
-    return 0 if checkpoint is None else checkpoint.manifest.step
 
 
 def has_copies(run: RunFile, width: int, started: Nodes) -> bool:

@@ -34,8 +34,7 @@ from bireme.train.checkpoint.checkpoint import is_elsewhere, step_folder
 from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
-from bireme.train.data.placing import Numbers, SampleOrder
-from bireme.train.data.samples import Samples
+from bireme.train.data.placing import Numbers
 from bireme.train.data.workers import Task
 from bireme.train.outcome import Outcome, Reason, Stops
 from bireme.train.run_file import RunFile
@@ -465,22 +464,11 @@ class AveragingReplica(MortalReplica):
         found, self._place = max(place - self._place, 0), max(place, self._place)
         return found
 
-    def batches(
-        self,
-        samples: Samples,
-        order: SampleOrder,
-        batch_size: int,
-        first: int,
-        _num_batches: int,
-        *,
-        prefetch: int,
-        **more: Any,
-    ) -> DealtBatches:
-        """What this rank reads, from its batch `first` on. Each iteration ends with its window."""
+    def batches(self, *words: Any, prefetch: int, **more: Any) -> DealtBatches:
+        """What this rank reads, from its first batch on. Each iteration ends with its window."""
+        *known, _num_batches = words
         ahead = min(prefetch, PREFETCH)
-        return DealtBatches(
-            samples, order, batch_size, first, _MOST_BATCHES, prefetch=ahead, deal=self.deal, **more
-        )
+        return DealtBatches(*known, _MOST_BATCHES, prefetch=ahead, deal=self.deal, **more)
 
     def enter(self, until: int) -> None:
         """The next batches are of the window that ends after the step `until`."""

@@ -5,7 +5,7 @@ again and finds the same.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -123,14 +123,15 @@ def as_slow_as_found(cluster: Cluster, before: Cluster, plan: Plan, log: Path) -
     for slow in _slow_stages(log):
         name = plan.devices[slow.pipeline_rank][slow.replica]
         speeds[name] = speeds.get(name, 1.0) / slow.times
-    names = iter(placed.name for placed in cluster.devices())
-    servers = [
-        replace(
-            server,
-            devices=tuple(replace(one, speed=speeds.get(next(names), one.speed)) for one in server.devices),
-        )
-        for server in cluster.servers
-    ]
+    return _with_speeds(cluster, speeds)
+
+
+def _with_speeds(cluster: Cluster, speeds: Mapping[str, float]) -> Cluster:
+    """The cluster with other speeds of these devices."""
+    names, servers = iter(placed.name for placed in cluster.devices()), []
+    for server in cluster.servers:
+        devices = (replace(one, speed=speeds.get(next(names), one.speed)) for one in server.devices)
+        servers.append(replace(server, devices=tuple(devices)))
     return replace(cluster, servers=tuple(servers))
 
 
@@ -151,13 +152,9 @@ _SLOW_STAGES = TypeAdapter(list[SlowStage])
 
 def slowed(cluster: Cluster, plan: Plan, found: SlowStage) -> Cluster:
     """The cluster with the device of a slow stage as slow as it was found to be."""
-    slow = cluster.devices()[cluster.number_of(plan.devices[found.pipeline_rank][found.replica])]
-    servers = list(cluster.servers)
-    server = servers[slow.server]
-    devices = list(server.devices)
-    devices[slow.place] = replace(slow.device, speed=slow.device.speed / found.times)
-    servers[slow.server] = replace(server, devices=tuple(devices))
-    return replace(cluster, servers=tuple(servers))
+    name = plan.devices[found.pipeline_rank][found.replica]
+    speed = cluster.devices()[cluster.number_of(name)].device.speed
+    return _with_speeds(cluster, {name: speed / found.times})
 
 
 _Mode = Literal["off", "start", "measured"]

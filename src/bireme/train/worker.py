@@ -30,7 +30,7 @@ from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
-from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint, step_after
 from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
 from bireme.train.choices import link_codecs
 from bireme.train.data.prepare import find_place
@@ -212,7 +212,7 @@ def _trained(part: RankPart) -> Outcome:
     checkpoint = _checkpoint(part.start)
     saved = load_plan(folder.plan)
     part = replace(part, home=_home(part, saved))
-    step = 0 if checkpoint is None else checkpoint.manifest.step
+    step = step_after(checkpoint)
     read_windows(folder.windows, plans_of(part.run, saved))
     if part.order is not None:
         part, saved = _as_member(part, part.order, saved)

@@ -8,29 +8,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bireme.runtime.stores import Store
 from bireme.train.checkpoint.manifest import FileEntry
 
 POLL_S = 0.02
-
-
-class Store(Protocol):
-    """Small things by name that all ranks see; `World.store` is one, as are torch's own."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Put a value at a key, over what was there."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value at a key, which is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether there is a value at each of these keys; at once."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forget a key; whether it was there. A store that cannot may raise."""
 
 
 class _Message(BaseModel):

@@ -414,6 +414,11 @@ class Checkpoint:
         return replace(self, holders=found)
 
 
+def step_after(checkpoint: Checkpoint | None) -> int:
+    """The batches trained before a checkpoint; 0 without one."""
+    return 0 if checkpoint is None else checkpoint.manifest.step
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` batches, existing or not."""
     return folder / f"step-{step:08d}"

@@ -23,6 +23,7 @@ from torch import Tensor
 import bireme
 from bireme.errors import BiremeError
 from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.stores import Store
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.agreement import (
     CheckpointAgreement,
@@ -30,7 +31,6 @@ from bireme.train.checkpoint.agreement import (
     NoWordError,
     Opening,
     PartReport,
-    Store,
 )
 from bireme.train.checkpoint.checkpoint import (
     Checkpoint,

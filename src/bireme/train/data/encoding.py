@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -65,24 +65,7 @@ _FORMAT = 1
 Messages = Sequence[dict[str, Any]]
 
 
-class ChatForm(Protocol):
-    """How a conversation becomes token ids."""
-
-    is_template: bool
-    """Whether it is the tokenizer's own chat template."""
-
-    @property
-    def identity(self) -> str:
-        """Words that differ when the same conversation may give other ids."""
-
-    def question(self, text: str) -> list[int]:
-        """The ids of a conversation with one message of the user's, up to where the answer begins."""
-
-    def encode(self, messages: Messages, where: str) -> IdRow:
-        """The ids of a conversation, of which those of answers count; `where` is what to call it."""
-
-
-def chat_form(tokenizer: Tokenizer) -> ChatForm:
+def chat_form(tokenizer: Tokenizer) -> "ChatForm":
     """The tokenizer's chat template; plain headings if it has none."""
     found = tokenizer.backend.chat_template if isinstance(tokenizer, FolderTokenizer) else None
     if isinstance(found, dict):  # several templates by name, such as one for tools
@@ -93,7 +76,7 @@ def chat_form(tokenizer: Tokenizer) -> ChatForm:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer."""
+    """The chat template of a tokenizer. `is_template` is whether a form is the tokenizer's own."""
 
     is_template = True
 
@@ -196,6 +179,10 @@ class PlainHeadings:
         if before.strip():  # messages without an answer after them
             parts.append((self._tokenizer.encode(before), False))
         return _joined(parts)
+
+
+ChatForm = ChatTemplate | PlainHeadings
+"""How a conversation becomes token ids. `identity` differs when the same conversation may give other ids."""
 
 
 def _counts(message: Mapping[str, Any]) -> bool:

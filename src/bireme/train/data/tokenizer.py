@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,37 +63,6 @@ Ids = NDArray[np.int64]
 _NUM_BYTES = 256
 
 
-class Tokenizer(Protocol):
-    """What turns text into token ids and back."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids are below this."""
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id after each document; None if there is no such token."""
-
-    @property
-    def identity(self) -> str:
-        """Words that differ when the same text may give other ids."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with no marks put around them."""
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without the marks among them; whatever they are, this is some text."""
-
-    def marked(self, ids: Sequence[int]) -> str:
-        """The text of ids as it is, with the marks among them."""
-
-    def byte_lengths(self) -> Ids | None:
-        """The bytes of text that each token stands for, by id; None where that is not known."""
-
-
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
     """Text in UTF-8, a token for each byte, and one more for the end of a text."""
@@ -102,12 +71,12 @@ class ByteTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """256, or 257."""
+        """256, or 257: ids are below this."""
         return _NUM_BYTES + self.has_end_of_text
 
     @property
     def end_of_text(self) -> int | None:
-        """The id after those of the bytes."""
+        """The id after each document, above those of the bytes; None if there is no such token."""
         return _NUM_BYTES if self.has_end_of_text else None
 
     @property
@@ -116,7 +85,7 @@ class ByteTokenizer:
         return f"bytes {self.num_tokens}"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """The bytes of a text, with no marks put around them."""
         return list(text.encode(errors="replace"))
 
     def encode_many(self, texts: Sequence[str]) -> list[Ids]:
@@ -204,6 +173,10 @@ class FolderTokenizer:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
+"""What turns text into token ids and back. `identity` differs when the same text may give other ids."""
 
 
 def load_tokenizer(
