@@ -13,7 +13,6 @@ import typer
 
 from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show, tell
 from bireme.errors import BiremeError, closest
-from bireme.placement.check import PlacementVerdict, check
 from bireme.placement.workload import (
     Granularity,
     Method,
@@ -25,6 +24,7 @@ from bireme.placement.workload import (
 )
 
 if TYPE_CHECKING:
+    from bireme.placement.check import PlacementVerdict
     from bireme.placement.of_model.from_model import ModelWorkload
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
     from bireme.profile.profile import Profile
@@ -516,18 +516,20 @@ def _verdict(
     split: "Placement | WrittenSplit",
     objective: Objective,
     **rules: Any,
-) -> PlacementVerdict:
+) -> "PlacementVerdict":
+    from bireme.placement.check import check
+
     return check(workload, split.devices, objective, pieces=split.pieces or None, **rules)
 
 
-def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: PlacementVerdict) -> Iterator[str]:
+def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: "PlacementVerdict") -> Iterator[str]:
     """A sentence for each device whose load is not what the file claims."""
     for name, claimed, load in zip(device_names(workload), split.loads, verdict.loads, strict=False):
         if not math.isclose(claimed, load, rel_tol=SAME, abs_tol=NOTHING):
             yield f"The file claims a load of {claimed:.9g} for {name}, but it is {load:.9g}."
 
 
-def _confirmed(workload: Workload, placement: Placement, num_pieces: int) -> PlacementVerdict:
+def _confirmed(workload: Workload, placement: Placement, num_pieces: int) -> "PlacementVerdict":
     """The independent verdict on a solver's result, which must agree with the solver."""
     aim, contiguous = placement.objective, placement.contiguous
     verdict = _verdict(workload, placement, aim, contiguous=contiguous, num_pieces=num_pieces)
