@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from bireme.train.data.mixture import NUM_SLOTS, MixedOrder, MixedSamples, order_of
 from bireme.train.data.placing import Order
 from bireme.train.data.prepare import ModelSide, prepare_data
+from bireme.train.model import RunModel
+from bireme.train.run_data import private_samples_of
+from bireme.train.run_file import load_run_file
 from bireme.train.run_file.training import Data
+from tests.support.training import GPT
 from tests.support.whole_batches import WholeBatches
 
 SIZES = (40, 1000, 7)
@@ -69,3 +73,15 @@ def test_batches_of_a_mixture_hold_the_sources_samples(tmp_path: Path) -> None:
     assert all(4 <= share <= 8 for share in shares)
     assert isinstance(data.evaluation, MixedSamples)
     assert [one.name for one in data.evaluation.sources] == [one["source"] for one in mixture]
+
+
+def test_private_samples_beside_a_mixture_are_those_of_their_server(tmp_path: Path) -> None:
+    for name in ("a", "own"):
+        (tmp_path / name).write_text(name[0] * 4000)
+    mixture = f'[{{source = "{tmp_path / "a"}", weight = 1.0}}]'
+    private = f'{{there = "{tmp_path / "own"}"}}'
+    run = load_run_file(
+        None, [f"model.source={GPT}", "data.length=32", f"data.mixture={mixture}", f"data.private={private}"]
+    )
+    samples = private_samples_of(run, RunModel.of(run, 1), "there")
+    assert set(samples.take([0, 1])["input_ids"].flatten().tolist()) == {ord("o")}
