@@ -8,7 +8,7 @@ once the run has ended. It is believed only if all machines in it have orders of
 import hashlib
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from json import dumps
@@ -23,6 +23,9 @@ from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.machines.keys import HEX_KEY, key_path
 from bireme.machines.phases import PhaseForecast, PhaseProgress
+
+PHASE = "BIREME_PHASE"
+"""Variable of a process: the phase that it is of."""
 
 _FORMAT = 1
 _Text = Annotated[str, Len(0, 400)]
@@ -65,6 +68,11 @@ class RunOffer:
     patience_s: float
     as_json: bool = False
     replans: bool = False
+
+
+def phase_of(variables: Mapping[str, str]) -> int:
+    """The number of the phase that a process with these variables is of; 0 outside of `bireme join`."""
+    return int(variables.get(PHASE, "0"))
 
 
 def run_name(run: RunOffer) -> str:

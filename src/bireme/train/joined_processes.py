@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
-from bireme.machines.orders import MachineOrders, PhaseReport, run_name
+from bireme.machines.orders import PHASE, MachineOrders, PhaseReport, run_name
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.processes import Process, preload, start_process
@@ -36,7 +36,7 @@ from bireme.runtime.stores import KEY
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 
-PHASE, SOCKET = "BIREME_PHASE", "BIREME_ATTENDANCE"
+SOCKET = "BIREME_ATTENDANCE"
 _FORECAST = TypeAdapter(PhaseForecast)
 _MOST_LETTERS = 10_000
 """Of a request or an answer."""
@@ -381,8 +381,3 @@ class Attended:
         if "error" in found:
             raise BiremeError(found["error"])
         return found
-
-
-def phase_of(variables: Mapping[str, str]) -> int:
-    """The number of the phase that this process is of; 0 outside of `bireme join`."""
-    return int(variables.get(PHASE, "0"))

@@ -20,6 +20,7 @@ import torch
 from bireme.cluster.cluster import Cluster
 from bireme.devices import ACCELERATOR, VISIBLE, Backend, num_accelerators
 from bireme.errors import BiremeError, SampleError
+from bireme.machines.orders import phase_of
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import planned_units, saved_plan
@@ -36,7 +37,6 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good,
 from bireme.train.choices import sums_of
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
-from bireme.train.joined_processes import phase_of
 from bireme.train.machines import visible_gpus
 from bireme.train.outcome import REPLAN, Outcome, SyncFigures, count_start, first_of
 from bireme.train.plan_search import (

@@ -25,12 +25,12 @@ from bireme.cluster.machine import num_cores
 from bireme.devices import Backend
 from bireme.errors import BiremeError
 from bireme.files import path_within
+from bireme.machines.orders import phase_of
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.runtime.stores import KEY, PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
-from bireme.train.joined_processes import phase_of
 from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
 from bireme.train.run_file import RunFile
