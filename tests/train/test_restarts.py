@@ -15,6 +15,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import RankFailed
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.train import launching
+from bireme.train.checkpoint.checkpoint import step_after
 from bireme.train.data.placing import NUM_PROBES
 from bireme.train.folder import RunFolder
 from tests.support.training import Gate, running, settings, write_run
@@ -36,7 +37,7 @@ def _ended(
     def run(
         _prepared: object, _folder: object, checkpoint: Any, *_more: object, **_words: object
     ) -> list[str]:
-        starts.append(launching._step_of(checkpoint))
+        starts.append(step_after(checkpoint))
         error, newest[0] = left.pop(0)
         if error is not None:
             raise error
