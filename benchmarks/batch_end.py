@@ -35,9 +35,8 @@ from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
 from bireme.profile.behavior import Owner
 from bireme.profile.trace import StorageTrace
-from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import OnInstruction, PipelineSettings
 from bireme.schedule.instruction import Instruction, Kind
 
 RULES = ("2bw", "2bw-fresh", "1f1b")

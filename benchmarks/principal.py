@@ -36,9 +36,8 @@ from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.units import linear_maps
 from bireme.plan.plan import Plan
-from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import PipelineSettings, named_optimizer
 
 NUM_PAIRS = 512
 PASSES = (1, 6)

@@ -17,8 +17,7 @@ from benchmarks.delay_study.divided import Divided
 from benchmarks.delay_study.rules import ClipsBy, Rest, RunsOn, UpdateRule
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT
-from bireme.runtime.optimizers import OptimizerFactory
-from bireme.runtime.stepper import Stepper
+from bireme.runtime.stepper import OptimizerFactory, Stepper
 from bireme.runtime.trial import Trials
 from bireme.sync.exchange import squared_norm
 

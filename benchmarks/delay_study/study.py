@@ -27,7 +27,8 @@ from benchmarks.delay_study.task import SIZES, Text, text
 from bireme.codec.description import AS_IT_IS
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.model.gpt import GPT
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.settings import named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 
 __all__ = ["CURVE_EVERY", "Bank", "Cell", "Known", "Run", "Setting", "next_setting", "rate_of", "run"]
 

@@ -209,7 +209,7 @@ def _measure_counts(world: World, effort: BenchEffort) -> MemoryCounts:
     ours, theirs = {}, {}
     for m in effort.buffers:
         pipeline = _trained(model, Plan(model.cuts, m, "1f1b"), fabric)
-        ours[m] = pipeline.most_receive_bytes
+        ours[m] = pipeline.stage_messages.most_receive_bytes
         pipeline.close()
         theirs[m] = _torch_receive_bytes(world, model, m)
     weights = {}

@@ -30,7 +30,7 @@ from bireme.plan.codec_costs import coded
 from bireme.plan.plan import Plan
 from bireme.profile.profile import Profile
 from bireme.profile.stages import stage_cost
-from bireme.runtime.optimizers import NamedTensors
+from bireme.runtime.stepper import NamedTensors
 from bireme.schedule.residency import resident
 from bireme.simulate.costs import CodecCost, Costs
 from bireme.simulate.links import cluster_network, ring_share

@@ -24,9 +24,9 @@ from bireme.model.capture import capture
 from bireme.model.sources import load_source
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import PipelineSettings, named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.world import World
 
 __all__ = ["REPLICAS", "TORCH_DENSE", "TORCH_POWER_SGD", "Outcome", "train"]

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from bireme.plan.program_plan import ProgramPlan
     from bireme.plan.search.search import find_plan
     from bireme.runtime.launch import launch
-    from bireme.runtime.optimizers import named_optimizer
     from bireme.runtime.pipeline import Pipeline
-    from bireme.runtime.settings import PipelineSettings
+    from bireme.runtime.settings import PipelineSettings, named_optimizer
     from bireme.runtime.world import World
     from bireme.schedule.source import source_of
 
@@ -53,7 +52,7 @@ PLACES = {
     "find_plan": "bireme.plan.search.search",
     "launch": "bireme.runtime.launch",
     "load_plan": "bireme.plan.plan_file",
-    "named_optimizer": "bireme.runtime.optimizers",
+    "named_optimizer": "bireme.runtime.settings",
     "source_of": "bireme.schedule.source",
 }
 

@@ -16,7 +16,8 @@ from bireme.codec import through
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.stage import stage_function
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.settings import named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Kind
 from bireme.schedule.program import Rule

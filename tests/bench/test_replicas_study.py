@@ -15,7 +15,7 @@ from benchmarks.delay_study.study import Cell, Known, Run, Setting, run
 from benchmarks.delay_study.table import rows
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
-from bireme.runtime.optimizers import named_optimizer
+from bireme.runtime.settings import named_optimizer
 from bireme.sync.coordinator.groups import is_connected
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from benchmarks.delay_study.summed import CodedSum, Summed
 from benchmarks.delay_study.table import rows
 from bireme.codec.sum_description import DENSE, parse_sum_codec
 from bireme.model.gpt import GPT, GPTConfig
-from bireme.runtime.optimizers import named_optimizer
+from bireme.runtime.settings import named_optimizer
 from tests.support.coded_oracle import CodedOracle
 
 NUM_REPLICAS, NUM_BATCHES = 3, 7

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.gradients import GradientSums
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.settings import named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule

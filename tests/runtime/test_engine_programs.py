@@ -15,7 +15,7 @@ from torch.optim import SGD
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
-from bireme.runtime.optimizers import OptimizerFactory
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule

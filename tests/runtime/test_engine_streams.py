@@ -17,8 +17,8 @@ from bireme.cluster.device import MOST_SENDS
 from bireme.plan.plan import Plan
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.microbatches import apportioned
-from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.pipeline import Pipeline
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.schedule.instruction import Instruction, Message
 from tests.support.engine_parity import (
     ALL,
@@ -207,7 +207,7 @@ def test_room_for_messages_does_not_grow_with_the_number_of_batch_sizes() -> Non
 
     def work(rank: int) -> int:
         pipeline = pipeline_of(model, setting, fabric.of(rank))
-        most = max(pipeline.send_bytes for _ in pipeline.train(data))
+        most = max(pipeline.stage_messages.send_bytes for _ in pipeline.train(data))
         pipeline.close()
         return most
 

@@ -14,7 +14,8 @@ from bireme.errors import BiremeError
 from bireme.memory.system_memory import PAGE_BYTES
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
-from bireme.runtime.paging.rank_paging import arrange, opened
+from bireme.runtime.paging.rank_paging import arrange
+from bireme.runtime.paging.stage_memory import opened
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import Routes

@@ -16,7 +16,7 @@ from bireme.memory.system_memory import AddressRange, HostChunks
 from bireme.model.stage import stage_function
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import PagingSettings
-from bireme.runtime.paging.pager import PagedStash
+from bireme.runtime.paging.stage_memory import PagedStash
 from bireme.runtime.stage_messages import StageMessages
 from bireme.schedule.instruction import Instruction
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads

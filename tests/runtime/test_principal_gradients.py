@@ -11,7 +11,8 @@ from torch import nn
 from bireme.errors import BiremeError
 from bireme.model.units import linear_maps
 from bireme.plan.plan import Plan
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
+from bireme.runtime.settings import named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from tests.runtime.test_snapshot import TAKEN_BEHIND, all_weights, together, train
 from tests.support.engine_parity import Setting, assert_equal, oracle, pipeline_of, plan_for, train_on_threads
 from tests.support.principal_oracle import LR, principal_oracle

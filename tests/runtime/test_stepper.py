@@ -15,8 +15,8 @@ from bireme.errors import BiremeError
 from bireme.profile.optimizers import is_hidden_matrix
 from bireme.profile.trace import StorageTrace
 from bireme.runtime import trial as trial_module
-from bireme.runtime.optimizers import NamedTensors, OptimizerFactory, named_optimizer
-from bireme.runtime.stepper import Stepper
+from bireme.runtime.settings import named_optimizer
+from bireme.runtime.stepper import NamedTensors, OptimizerFactory, Stepper
 from bireme.runtime.trial import Trials
 
 SHAPES: dict[str, tuple[int, ...]] = {

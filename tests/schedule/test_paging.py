@@ -19,11 +19,11 @@ from bireme.schedule.checker import check
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 from bireme.schedule.gathering import gathered
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
-from bireme.schedule.paging import page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.residency import chunk_of, resident
 from bireme.schedule.tiers import Chunk, best_chunk_bytes, num_chunks
 from tests.support.extent import examples, several
+from tests.support.page_programs import page
 from tests.support.plain_eviction import plain_decide
 
 CHUNK = 64

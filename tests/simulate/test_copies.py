@@ -15,7 +15,6 @@ from bireme.report.trace import write_trace
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import COMPUTE, Kind
-from bireme.schedule.paging import page
 from bireme.schedule.program import Program
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
@@ -24,6 +23,7 @@ from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import Timeline
 from tests.support.command import bireme, with_sets
 from tests.support.extent import examples
+from tests.support.page_programs import page
 
 pytestmark = pytest.mark.slow
 

@@ -28,12 +28,11 @@ from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.averages import Averaging
 from bireme.runtime.exchange.joining import QuorumAgreement
 from bireme.runtime.fabric import Fabric
-from bireme.runtime.interpreter import OnInstruction
 from bireme.runtime.microbatches import LazyBatch, micro_batch_seed
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import OnInstruction, PipelineSettings, named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
 from tests.support.coded_oracle import CodedOracle

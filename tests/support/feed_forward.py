@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bireme.runtime.optimizers import named_optimizer
+from bireme.runtime.settings import named_optimizer
 from tests.support.oracles import Microbatch
 
 SHAPES: dict[str, tuple[int, ...]] = {

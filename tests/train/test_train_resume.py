@@ -14,9 +14,8 @@ import pytest
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import Plan
 from bireme.runtime.board import RankFailed
-from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import PipelineSettings, named_optimizer
 from bireme.train.data.placing import NUM_PROBES, Order
 from bireme.train.model import RunModel
 from bireme.train.rank_part import RunStart

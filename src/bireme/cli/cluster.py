@@ -167,9 +167,9 @@ def probe(
 
         save_cluster(cluster, output)
     if as_json:
-        from bireme.report.cluster_table import cluster_document
+        from bireme.report.cluster_table import cluster_document, probe_document
 
-        print_json(cluster_document(cluster) | found.document())
+        print_json(cluster_document(cluster) | probe_document(found.measurements, found.inferred))
     else:
         _show(cluster, notes, output, as_json=False)
 

@@ -15,6 +15,8 @@ from bireme.cluster.catalogue import FORMATS, CatalogueDevice, catalogue
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Mesh, Overlap, Server
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.cluster.device import GIB, Device
+from bireme.cluster.inference import Inferred
+from bireme.cluster.probed import Measurements
 from bireme.cluster.symmetry import Symmetry
 from bireme.report.terminal import columns
 
@@ -25,6 +27,34 @@ _DEVICES = (
 _LINKS = ("link", "joins", "bandwidth", "latency", "shared")
 _WORDS = ("device", "model", "link", "joins", "bandwidth", "shared")
 """The columns that hold no numbers alone."""
+
+
+def probe_document(found: Measurements, inferred: Inferred) -> dict[str, Any]:
+    """What was measured, as plain data."""
+    names = [placed.name for placed in inferred.cluster.devices()]
+    return {
+        "error": inferred.error,
+        "notes": list(inferred.notes),
+        "speeds": {name: one.speed for name, one in zip(names, found.devices, strict=True)},
+        "pairs": [
+            {
+                "from": names[a],
+                "to": names[b],
+                "bytes_per_s": found.alone(a, b),
+                "latency_s": found.latency_s[a, b],
+                "by_size": [list(point) for point in found.by_size.get((min(a, b), max(a, b)), ())],
+            }
+            for a, b in found.latency_s
+        ],
+        "experiments": [
+            {
+                "flows": [[names[a], names[b]] for a, b in one.flows],
+                "bytes_per_s": list(one.bytes_per_s),
+            }
+            for one in found.experiments
+        ],
+        "all_reduces": [asdict(one) for one in found.all_reduces],
+    }
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:

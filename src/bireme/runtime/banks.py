@@ -9,6 +9,7 @@ in all; `BankMemory` counts their bytes.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,21 +19,18 @@ from torch.autograd.graph import increment_version
 
 from bireme.codec.lowrank import Product
 from bireme.memory.arena import Slots
-from bireme.runtime.gradients import GradientPool
-from bireme.runtime.optimizers import OptimizerFactory, StageMemory
+from bireme.runtime.gradients import GradientPool, PrincipalGradients, most_piece_elements, step_all
+from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.runtime.parameter_groups import (
     BankMemory,
     ParameterGroupWeights,
     Tensors,
     bank_dtype_of,
-    copy_by_name,
     part_of,
     step_dtype_of,
 )
-from bireme.runtime.principal import PrincipalGradients, most_piece_elements, step_all
-from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, frozen_parts
-from bireme.runtime.sharers import Sharers
-from bireme.runtime.stepper import Stepper
+from bireme.runtime.shared_weights import GatheredWeights, SharedWeights, Sharers, frozen_parts
+from bireme.runtime.stepper import OptimizerFactory, Stepper
 from bireme.runtime.trial import Trials
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Rule
@@ -61,6 +59,16 @@ class DeadVersion(RuntimeError):  # noqa: N818 (named for what happened)
 
 
 Gradients = Mapping[str, Tensor | Product | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights of a version on one rank, by name: `whole` ones, and this replica's `pieces` of those that no
+    replica has whole.
+    """
+
+    whole: Tensors
+    pieces: Tensors
 
 
 class WeightBanks:
@@ -143,18 +151,20 @@ class WeightBanks:
         }
         self.shared: SharedWeights | None = None
         """This replica's side of what replicas share."""
+        self._frozen_stores: list[ParameterGroupWeights] = []
+        """This replica's parts of the frozen weights, if replicas share them."""
         if sharers is not None and gathers:
-            parts_of_frozen = frozen_parts(sharers, frozen, memory)
+            self._frozen_stores = frozen_parts(sharers, frozen, memory)
             self._frozen: Tensors = {
-                name: view for one in parts_of_frozen for name, view in one.leaves[0].items()
+                name: view for one in self._frozen_stores for name, view in one.leaves[0].items()
             }
-            self.shared = GatheredWeights(
-                sharers, self._stepper, self._trials, self._stores, num_banks, parts_of_frozen
-            )
         else:
             self._frozen = memory.frozen(frozen)
-        if sharers is not None and not gathers:
-            self.shared = SharedWeights(sharers, self._stepper, self._trials, self._stores, num_banks)
+        if sharers is not None:
+            kind = GatheredWeights if gathers else SharedWeights
+            self.shared = kind(
+                sharers, self._stepper, self._trials, self._stores, num_banks, self._frozen_stores
+            )
         self._leaves = [
             {name: bank[name] if name in bank else self._frozen[name] for name in parameters}
             for bank in self._banks
@@ -171,7 +181,8 @@ class WeightBanks:
             principal,
             source,
             self._stepper.parts,
-            summed_apart=summed_apart if gathers else None,
+            summed_apart=summed_apart,
+            sharers=sharers if gathers else None,
         )
         memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
@@ -215,39 +226,39 @@ class WeightBanks:
         """All parameters as of a version, the trainable ones as leaves that require gradients."""
         return self._leaves[self._bank_of(version)]
 
-    def newest(self, names: Collection[str] | None = None, *, alone: bool = False) -> Tensors:
-        """W, or what of it has these names, in the precision in which it is stepped: what a checkpoint holds.
-        Not copies. Replicas that share the optimizer must all call it, and get copies of what none has whole;
-        with `alone` these are left out.
+    def held(self, *, before: bool = False) -> HeldWeights:
+        """What this rank has of W, in the precision in which it is stepped: what a checkpoint holds. With
+        `before`, what it has of the version that the next batch runs on where that is not W: the one before
+        it, or a trial version. Not copies: `read` gives their contents.
         """
-        bank, shared = self._newest_version % len(self._banks), self.shared
-        trained = self._stepped[bank] if shared is None else shared.newest(bank, alone=alone)
-        newest = trained if self.gathered is not None else {**trained, **self._frozen}
-        wanted = [name for name in self._dtypes if name in newest and (names is None or name in names)]
-        return {name: self._read(newest[name]) for name in wanted}
-
-    def next_to_run_on(self, *, alone: bool = False) -> Tensors:
-        """What the next batch runs on where that is not W: the version before it, or a trial version; else
-        nothing. `alone` and copies are as for `newest`.
-        """
-        version = self._other_version
+        version = self._other_version if before else self._newest_version
+        whole: dict[str, Tensor] = {}
+        pieces: dict[str, Tensor] = {}
         if version is None:
-            return {}
-        bank = self._banks[self._bank_of(version)]
-        found = bank if self.shared is None else self.shared.run_on(version, alone=alone)
-        return {name: self._read(leaf) for name, leaf in found.items()}
+            return HeldWeights(whole, pieces)
+        if self.gathered is None:  # else there is this replica's part in any case
+            self.arrive(version)
+        bank = self.bank_of(version)
+        frozen = () if before else self._frozen_stores
+        for store, number in (*((store, bank) for store in self._stores), *((store, 0) for store in frozen)):
+            views, is_whole = store.held(number, is_newest=not before)
+            (whole if is_whole else pieces).update(views)
+        if not before and self.gathered is None:
+            whole |= self._frozen
+        return HeldWeights(whole, pieces)
 
-    def own_pieces(self, *, before: bool = False) -> Tensors:
-        """This replica's pieces of what nobody has whole of W, or of the version `before` it that the next
-        batch runs on. Not copies.
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor that lies here with its content, whichever tier has it; a copy if it is paged."""
+        return self._memory.read(tensor.detach())
+
+    def newest(self) -> Tensors:
+        """W, in the precision in which it is stepped. Not copies, but of what is paged. Replicas that share
+        the optimizer must all call it, and get copies of what none has whole.
         """
-        assert self.shared is not None, "who shares has pieces"
-        version = self._other_version
-        if not before:
-            found = self.shared.own_newest(self._newest_version % len(self._banks))
-        else:
-            found = {} if version is None else self.shared.own_run_on(version)
-        return {name: self._read(piece) for name, piece in found.items()}
+        newest = self.held().whole
+        if self.shared is not None:
+            newest = {**newest, **self.shared.copies(self.bank_of(self._newest_version))}
+        return {name: self.read(newest[name]) for name in self._dtypes if name in newest}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
@@ -255,7 +266,7 @@ class WeightBanks:
         """
         self.arrive(self._newest_version)
         if not self._is_fresh or self.shared is not None:
-            return {name: self._read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
+            return {name: self.read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
     @contextmanager
@@ -281,7 +292,7 @@ class WeightBanks:
         if not self._memory.is_paged:
             return found
         return {
-            name: {key: self._read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
+            name: {key: self.read(one) if isinstance(one, Tensor) else one for key, one in state.items()}
             for name, state in found.items()
         }
 
@@ -305,9 +316,6 @@ class WeightBanks:
         """The version besides W that the next batch runs on, if there is one."""
         version = self._newest_version if self._is_fresh else self._newest_version - 1
         return version if version >= 0 and version in self._lives else None
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        return self._memory.read(tensor.detach())
 
     def _bank_of(self, version: int) -> int:
         bank = version % len(self._lives)
@@ -462,9 +470,12 @@ class WeightBanks:
         return None
 
     def complete(self) -> None:
-        """Get the parts of W of the other replicas that share the optimizer; all of them must call it."""
+        """Get the parts of all versions of the other replicas that share the optimizer, if only this one's
+        were loaded; all of them must call it. Trial versions are each replica's own.
+        """
         if self.shared is not None and not self._is_fresh:
-            self.shared.make_whole(self._newest_version % len(self._banks))
+            for version in self.living:
+                self.shared.make_whole(self.bank_of(version))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -495,9 +506,12 @@ class WeightBanks:
 
         Of weights that replicas share, this replica's pieces do; `complete` then gets the others.
         `older` are the living versions before it, and under the FRESH rule the trial version of that number.
-        What it lacks becomes equal to W(version). Frozen weights that are not given stay.
+        What it lacks becomes equal to W(version); a trial version of replicas that share the optimizer does
+        when the window begins. Frozen weights that are not given stay.
         """
-        versions = [version] if self._is_fresh else range(version, version - len(self._banks), -1)
+        versions: Sequence[int] = range(version, version - len(self._banks), -1)
+        if self._is_fresh:
+            versions = [version] if older and version in older else []
         for living in [one for one in versions if one >= 0]:
             is_newest = living == version and not self._is_fresh
             given = parameters if is_newest or older is None else older.get(living, parameters)
@@ -508,10 +522,10 @@ class WeightBanks:
             self._close(living)
         if frozen := {name: parameters[name] for name in self._frozen if name in parameters}:
             with self._memory.opened(Item.FROZEN):
-                if self.gathered is not None:
-                    self.gathered.put_frozen(frozen)
-                else:
-                    copy_by_name(frozen, self._frozen)
+                for store in self._frozen_stores:
+                    store.put(0, frozen)
+                for name, tensor in frozen.items() if self.gathered is None else ():
+                    self._frozen[name].copy_(tensor)
         self._lives = [one if one in versions else None for one in self._lives]
         self._newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
@@ -520,6 +534,8 @@ class WeightBanks:
             bank = version % len(self._banks)
             whole = (self._stepped if self.shared is None else self._banks)[bank]
             self._stepper.load_state_dict(optimizer_state, whole, self._stepped[bank])
+        if self.shared is None:  # else all replicas must take part
+            self.settle()
 
     def memory(self) -> BankMemory:
         """What all this takes now; an optimizer takes its share at its first step."""
@@ -531,9 +547,9 @@ class WeightBanks:
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
         waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
-        frozen_bytes = sum(tensor.nbytes for tensor in self._frozen.values())
-        if self.gathered is not None:
-            frozen_bytes = self.gathered.frozen_bytes
+        frozen_bytes = sum(store.num_bank_bytes for store in self._frozen_stores)
+        if self.gathered is None:
+            frozen_bytes = sum(tensor.nbytes for tensor in self._frozen.values())
         principal = self.gradients.principal
         settled_bytes = piece_bytes = 0
         if principal is not None:

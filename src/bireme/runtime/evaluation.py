@@ -1,16 +1,18 @@
 """Evaluation: batches through the pipeline forward, on the newest weights, in the model's evaluation mode."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bireme.bounds import bytes_text
 from bireme.codec.description import NO_CODECS, LinkCodecs
-from bireme.devices import check_supported
+from bireme.devices import check_supported, is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph, ModelState
@@ -22,21 +24,26 @@ from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan, even_cuts
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
+from bireme.runtime.gradients import principal_of
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import Layout, layout_of, work_of
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
-from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.paging.rank_paging import RankPaging
 from bireme.runtime.parameter_groups import bank_dtype_of, step_dtype_of
-from bireme.runtime.principal import principal_of
 from bireme.runtime.settings import PipelineSettings
-from bireme.runtime.sharers import Sharers
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage import LOSS, AnyStageFunction, Batches, Place, Stage
 from bireme.runtime.stage_messages import StageMessages
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import Updates, UpdateSettings
 from bireme.runtime.world import World
 from bireme.schedule.generators.shape import forward_only
+from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.program import Program
+from bireme.schedule.residency import Holding
+from bireme.schedule.source import ProgramSource
+from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.sync.group import Group, SingleRankGroup
 from bireme.sync.reducer import GroupReducer
 
@@ -53,41 +60,32 @@ class Evaluation:
     num_samples: int
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluator:
     """Runs batches through the stages of one rank. `group` has all ranks of all replicas. Where replicas
     share weights, this one `gathers` them with the others, whether it has samples of a batch or not.
     """
 
-    def __init__(
-        self,
-        stages: "Mapping[int, _EvaluationStage]",
-        layout: Layout,
-        interpreter: Interpreter,
-        group: Group,
-        cutter: Cutter,
-        *,
-        gathers: bool = False,
-    ) -> None:
-        self._gathers = gathers
-        self._stages = stages
-        self._layout = layout
-        self._group = group
-        self._cutter = cutter
-        self._interpreter = interpreter
+    stages: "Mapping[int, _EvaluationStage]"
+    layout: Layout
+    interpreter: Interpreter
+    group: Group
+    cutter: Cutter
+    gathers: bool = False
 
     def evaluate(self, batches: Iterable[Batch], codecs: LinkCodecs = NO_CODECS) -> Evaluation:
         """The loss over some batches, each of any size down to one sample; what crosses boundaries goes
         through `codecs`.
         """
         lending = _Lending()
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.begin(lending)
         try:
             loss, weight, num_samples = self._sums(batches, codecs)
         finally:
             lending.close()
         total = torch.tensor([loss], dtype=torch.float64)
-        self._group.all_reduce(total).wait()
+        self.group.all_reduce(total).wait()
         return Evaluation(float(total) / weight if weight else math.nan, weight, num_samples)
 
     def _sums(self, batches: Iterable[Batch], codecs: LinkCodecs) -> tuple[float, float, int]:
@@ -95,23 +93,23 @@ class Evaluator:
         loss = weight = 0.0
         num_samples = 0
         for number, given in enumerate(batches):
-            portion = self._cutter.cut_to_evaluate(given, number)
+            portion = self.cutter.cut_to_evaluate(given, number)
             weight += portion.weight
             num_samples += portion.num_samples
             if portion.num_microbatches:
                 self._run(portion, codecs)
-                loss += portion.weight * sum(stage.take_loss() for stage in self._stages.values())
-            elif self._gathers:
-                for _, stage in sorted(self._stages.items()):
+                loss += portion.weight * sum(stage.take_loss() for stage in self.stages.values())
+            elif self.gathers:
+                for _, stage in sorted(self.stages.items()):
                     stage.take_part()
         return loss, weight, num_samples
 
     def _run(self, portion: Portion, codecs: LinkCodecs) -> None:
-        feed = Feed((), self._cutter, 0)
+        feed = Feed((), self.cutter, 0)
         feed.hold(0, portion)
-        program = forward_only(self._layout.routes, portion.num_microbatches)
-        blocks = program.tracks[self._layout.pipeline_rank].blocks()
-        for _ in self._interpreter.run(blocks, feed, forwards=self._stages, codecs=codecs):
+        program = forward_only(self.layout.routes, portion.num_microbatches)
+        blocks = program.tracks[self.layout.pipeline_rank].blocks()
+        for _ in self.interpreter.run(blocks, feed, forwards=self.stages, codecs=codecs):
             raise AssertionError("an evaluation finishes no batch of training")
 
 
@@ -157,46 +155,40 @@ class _Lending:
             self._lent.pop()[1].close()
 
 
+@dataclass(slots=True, eq=False)
 class _EvaluationStage:
     """A stage that only runs forward, and keeps nothing but the loss."""
 
-    def __init__(
-        self,
-        function: StageFunction,
-        banks: _HoldsWeights,
-        buffers: Mapping[str, Tensor],
-        device: torch.device,
-    ) -> None:
-        self.function = function
-        self._banks = banks
-        self._buffers = buffers
-        self._device = device
-        self._loss = 0.0
-        self._lending = _Lending()
+    function: StageFunction
+    banks: _HoldsWeights
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+    loss: float = 0.0
+    lending: _Lending = field(default_factory=_Lending)
 
     def begin(self, lending: _Lending) -> None:
         """An evaluation begins, which lends the newest weights."""
-        self._loss, self._lending = 0.0, lending
+        self.loss, self.lending = 0.0, lending
 
     def forward(
         self, _place: Place, _version: int, micro_batch: MicroBatch, received: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run a micro-batch on the newest weights; gives what goes to the next stage."""
         given = {**micro_batch.inputs, **received}
-        weights = self._lending.of(self._banks)
+        weights = self.lending.of(self.banks)
         with torch.no_grad():
-            results = self.function(weights, self._buffers, given, device=self._device)
+            results = self.function(weights, self.buffers, given, device=self.device)
         if LOSS in results and micro_batch.share:
-            self._loss += float(results[LOSS]) * micro_batch.share
+            self.loss += float(results[LOSS]) * micro_batch.share
         return {name: results[name] for name in self.function.sends}
 
     def take_part(self) -> None:
         """Have the weights that the others run a batch on."""
-        self._lending.of(self._banks)
+        self.lending.of(self.banks)
 
     def take_loss(self) -> float:
         """The sum of the losses since it was last asked, each by its share."""
-        loss, self._loss = self._loss, 0.0
+        loss, self.loss = self.loss, 0.0
         return loss
 
 
@@ -439,3 +431,92 @@ def _check_dtype(state: ModelState, given: torch.dtype, bank_dtype: torch.dtype 
         f"The weights given for {state.name} would be used in {found}, but the model was captured "
         f"with {state.dtype}. {remedy}"
     )
+
+
+# Whether a rank pages, and whether it can what its program asks for.
+
+
+def paging_of(
+    graph: Graph,
+    source: ProgramSource,
+    layout: Layout,
+    settings: PipelineSettings,
+) -> RankPaging | None:
+    """The paging of this rank; None if its memory is not cut."""
+    rank, program, device = layout.pipeline_rank, source.settled(), torch.device(settings.device)
+    tiers = program.tiers_of(rank)
+    if tiers is None:
+        return None
+    if tiers.host_updates and is_accelerator(device):
+        raise BiremeError(
+            f"The plan has the optimizer step on the host, which Bireme's engine does only where the device "
+            f'is a processor, and rank {layout.rank} has {device}. Plan with memory.optimizer = "device".'
+        )
+    if settings.compile and any(item is Item.STASH for item, _ in tiers.chunks):
+        raise BiremeError(
+            "A stage that torch compiles keeps its activations itself, and the plan offloads them. Leave "
+            "compile out, or plan with memory.stashes = false."
+        )
+    frozen_bytes = _frozen_bytes(graph, layout, tiers) // program.num_sharers
+    if frozen_bytes > tiers.unpaged_bytes:
+        raise BiremeError(
+            f"Rank {layout.rank} has {bytes_text(frozen_bytes)} of frozen weights that the plan leaves on "
+            f"the device, where it counts on {bytes_text(tiers.unpaged_bytes)} besides its chunks. Make a "
+            "new plan for the part of the model that learns."
+        )
+    is_apart = program.updates_apart
+    keeps = not is_apart and _keeps_gradients(program, rank)
+    is_tied = layout.tied or layout.repeated
+    # Replicas that share weights sum their parts before a batch ends.
+    is_summed = is_tied or settings.agreement is not None or (layout.is_summed and program.num_sharers == 1)
+    if is_apart and (is_tied or settings.form is not None or layout.is_summed):
+        raise BiremeError(
+            "The plan updates stages before the others have their gradients, so gradients cannot be summed "
+            "over replicas or stages, and principal components cannot be found. Plan with memory.updates = "
+            '"agreed".'
+        )
+    if is_summed and not keeps:
+        raise BiremeError(
+            f"Gradients of rank {layout.rank} are summed up with others, and {source.name} takes them off "
+            "the device before. Page the program with is_summed = True, so that they stay until the UPDATE."
+        )
+    return RankPaging(program, rank, device, settings.paging, keeps_gradients=keeps)
+
+
+def _frozen_bytes(graph: Graph, layout: Layout, tiers: RankTiers) -> int:
+    """The bytes of weights that do not learn and stay on the device."""
+    frozen = {state.name: state.num_bytes for state in graph.parameters if not state.trainable}
+    names = {
+        name
+        for stage, units in layout.units.items()
+        if (Item.FROZEN, stage) not in tiers.chunks
+        for unit in units
+        for name in unit.parameters
+    }
+    return sum(frozen.get(name, 0) for name in names)
+
+
+def _keeps_gradients(program: Program, rank: int) -> bool:
+    """Whether every batch's gradients of all stages are on the device from the rank's last REDUCE of it to
+    the UPDATE of each.
+    """
+    holding = Holding(program, rank)
+    num_stages, reduced = len(program.stages_of(rank)), Counter[int]()
+    waiting: set[Chunk] = set()
+    for step in program.tracks[rank]:
+        for _ in holding.start(step):
+            pass
+        own = {
+            chunk for use, chunks in holding.uses.of(step) if use.item is Item.GRADIENT for chunk in chunks
+        }
+        if step.kind is Kind.REDUCE:
+            reduced[step.batch] += 1
+            waiting |= own
+        elif step.kind is Kind.UPDATE:
+            waiting -= own
+        ended = {chunk for chunk in waiting if reduced[chunk.number] == num_stages}
+        # A chunk that was fetched may still be on its way.
+        if ended & holding.fetched or any(0 not in holding.where.get(chunk, ()) for chunk in ended):
+            return False
+        holding.end(step)
+    return True

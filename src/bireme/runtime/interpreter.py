@@ -17,15 +17,12 @@ from bireme.runtime.exchange.averages import Averages
 from bireme.runtime.gathering import Moment, Recorder
 from bireme.runtime.microbatches import Feed, MicroBatch
 from bireme.runtime.paging.rank_paging import RankPaging
+from bireme.runtime.settings import OnInstruction
 from bireme.runtime.stage import Place, Stage
 from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.updates import FinishedBatch, Updates
-from bireme.schedule.instruction import AVERAGES, COMPUTE, SHARING, Instruction, Item, Kind
+from bireme.schedule.instruction import AVERAGES, COMPUTE, PAGING, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Block
-
-OnInstruction = Callable[[Instruction], None]
-"""Is told each instruction right before it is run."""
-
 
 _USE_CHUNKS = (*SHARING, *AVERAGES, Kind.REDUCE, Kind.UPDATE, Kind.TRIAL)
 """What besides passes uses chunks."""
@@ -60,6 +57,7 @@ class Interpreter:
         self._updates = updates
         self._on_instruction = on_instruction
         self._stopwatch = stopwatch
+        self._paging = paging
         self._now: Callable[[], Moment] = _nobody_asks
         self._began: Moment = 0.0
         """When the instruction under way began to work: after its wait for a message or a sum."""
@@ -88,10 +86,12 @@ class Interpreter:
             }
         if averages is not None:
             self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
+        self._move_whole: Callable[[Instruction], None] = self._moved_whole
         if paging is not None:
+            self._move_whole = paging.around(self._moved_whole, self._begin)
             for kind in self._actions.keys() & {*COMPUTE, *_USE_CHUNKS}:
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)
-        self._actions |= dict.fromkeys((Kind.FETCH, Kind.EVICT), self._move(paging))
+        self._actions |= dict.fromkeys(PAGING, self._move)
 
     def run(
         self,
@@ -146,31 +146,23 @@ class Interpreter:
 
         return run
 
-    def _move(self, paging: RankPaging | None) -> Callable[[Instruction], None]:
+    def _move(self, step: Instruction) -> None:
         """A FETCH or EVICT: of a chunk between two tiers, or of whole weights from the replicas."""
-        move_whole = self._move_whole if paging is None else paging.around(self._move_whole, self._begin)
+        if step.moves_whole:
+            self._move_whole(step)
+            return
+        assert self._paging is not None, "a rank whose chunks move offloads"
+        assert step.page is not None, "FETCH and EVICT have a page"
+        banks = self._stages[step.stage].banks
+        if step.kind is Kind.EVICT and step.page.item is Item.WEIGHTS and banks.gathered is None:
+            banks.arrive(step.version or 0)  # other replicas may have made parts of them
+        self._paging.move(step)
 
-        def run(step: Instruction) -> None:
-            if step.moves_whole:
-                move_whole(step)
-                return
-            assert paging is not None, "a rank whose chunks move offloads"
-            assert step.page is not None, "FETCH and EVICT have a page"
-            banks = self._stages[step.stage].banks
-            if step.kind is Kind.EVICT and step.page.item is Item.WEIGHTS and banks.gathered is None:
-                banks.arrive(step.version or 0)  # other replicas may have made parts of them
-            paging.move(step)
-
-        return run
-
-    def _move_whole(self, step: Instruction) -> None:
+    def _moved_whole(self, step: Instruction) -> None:
         gathered = self._stages[step.stage].banks.gathered
         assert gathered is not None, "replicas share the weights"
         assert step.version is not None, "weights have a version"
-        if step.kind is Kind.FETCH:
-            gathered.take(step.version)
-        else:
-            gathered.let_go(step.version)
+        (gathered.take if step.kind is Kind.FETCH else gathered.let_go)(step.version)
 
     def _backward(self, step: Instruction) -> None:
         gradients = self._stage_messages.take(step)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError
 from bireme.memory.arena import Arena, LentArena, Slots
-from bireme.runtime.optimizers import StageMemory
+from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.schedule.instruction import Item
 from bireme.sync.exchange import Parts
 
@@ -210,27 +210,17 @@ class ParameterGroupWeights:
     ) -> None:
         self.part = part
         self.averaged = averaged
+        self.keeps_part = keeps_part
         self.memory = memory
         """Where all this lies."""
-        names = tuple(parameter_group.slots)
+        slots, names = parameter_group.slots, tuple(parameter_group.slots)
         dtype, device = dtypes[names[0]], given[names[0]].device
+        allocators = [memory.allocator(item, number) for number in range(num_banks)]
         self.banks: Sequence[Arena] = (
-            [LentArena(parameter_group.slots, dtype, device) for _ in range(num_banks)]
+            [LentArena(slots, dtype, device) for _ in allocators]
             if keeps_part
-            else [
-                Arena(parameter_group.slots, dtype, device, memory.allocator(item, number))
-                for number in range(num_banks)
-            ]
+            else [Arena(slots, dtype, device, allocator) for allocator in allocators]
         )
-        self._parts = (
-            [
-                Arena(part.own.slots, dtype, device, memory.allocator(item, number))
-                for number in range(num_banks)
-            ]
-            if keeps_part and part is not None
-            else None
-        )
-        """What there is of each bank, where the rest is gathered."""
         self.apart = (
             Arena(
                 (part.own if part else parameter_group).slots,
@@ -251,6 +241,16 @@ class ParameterGroupWeights:
             if item is Item.WEIGHTS
             else [bank.views for bank in self.banks]
         )
+        self.own: list[Tensor] = [bank.flat for bank in self.banks]
+        """What is stepped here of each bank: all of it, or this replica's part."""
+        self.own_views: list[Tensors] = self.leaves
+        """The same by name: parameters, or this replica's pieces of them."""
+        if part is not None and keeps_part:
+            parts = [Arena(part.own.slots, dtype, device, allocator) for allocator in allocators]
+            self.own, self.own_views = [one.flat for one in parts], [one.views for one in parts]
+        elif part is not None:
+            self.own_views = [part.views(flat) for flat in self.own]
+            self.own = [part.of(flat) for flat in self.own]
         with memory.opened(item):
             self.put(0, given)
         if self.apart is not None:
@@ -259,31 +259,29 @@ class ParameterGroupWeights:
 
     def stepped(self, bank: int) -> Tensors:
         """What an optimizer steps where a version is made in a bank."""
-        if self.apart is not None:
-            return self.apart.views
-        return self.leaves[bank] if self.part is None else self.pieces(bank)
+        return self.own_views[bank] if self.apart is None else self.apart.views
 
-    def pieces(self, bank: int) -> Tensors:
-        """This replica's pieces of a bank."""
-        assert self.part is not None, "who has pieces has a part"
-        return self.part.views(self.banks[bank].flat) if self._parts is None else self._parts[bank].views
+    def held(self, bank: int, *, is_newest: bool) -> tuple[Tensors, bool]:
+        """What there is here of the version in a bank, of which the newest may be apart, and whether that is
+        all of it; not copies.
+        """
+        if is_newest and self.apart is not None:
+            return self.apart.views, self.part is None
+        return (self.own_views if self.keeps_part else self.leaves)[bank], not self.keeps_part
 
     def put(self, bank: int, weights: Tensors) -> None:
-        """Take over copies of weights into a bank, or of what there is of it here."""
-        if self._parts is None or self.part is None:
-            self._put_into(self.banks[bank], weights)
-            return
-        for name, piece in self.pieces(bank).items():
-            if name in weights:
-                piece.copy_(self.part.piece(name, weights[name]))
-
-    def _put_into(self, bank: Arena, weights: Tensors) -> None:
-        """Take over copies of weights, or of this replica's pieces of them; others may be missing then."""
-        pieces = {} if self.part is None else self.part.views(bank.flat)
-        for name, view in bank.views.items():
-            if self.part is None or name in weights:
-                given = weights[name]
-                (view if given.shape == view.shape else pieces[name]).copy_(given)
+        """Take over copies of weights into a bank, or of what there is of it here: whole ones, or this
+        replica's pieces of them; others may be missing if replicas own parts.
+        """
+        part = self.part
+        for name, view in self.banks[bank].views.items():
+            given = weights[name] if part is None else weights.get(name)
+            if given is None:
+                continue
+            if part is None or (not self.keeps_part and given.shape == view.shape):
+                view.copy_(given)
+            elif name in part.pieces:
+                self.own_views[bank][name].copy_(part.piece(name, given))
 
     def lent(self, bank: int) -> LentArena:
         """All of a bank of which only a part is kept: there is memory for the rest from its `take` on."""
@@ -295,16 +293,15 @@ class ParameterGroupWeights:
         """All of a bank, to be filled with the others' parts, with this replica's part in it, which is on the
         device if this `trains`.
         """
-        arena = self.banks[bank]
+        arena, own = self.banks[bank], self.own[bank]
         if not isinstance(arena, LentArena) or self.part is None:
             return arena.flat
-        own = self.own(bank)
         self.part.of(arena.unversioned).copy_(own if trains else self.memory.read(own))
         return arena.unversioned
 
     def newest_part(self, bank: int) -> Tensor:
         """This replica's part of the newest weights, which are in that bank or apart."""
-        return self.own(bank) if self.apart is None else self.apart.flat
+        return self.own[bank] if self.apart is None else self.apart.flat
 
     def to_average(self, bank: int) -> tuple[Slots, Tensor]:
         """What is averaged from here of the newest weights, in that bank or apart, after its layout."""
@@ -316,17 +313,18 @@ class ParameterGroupWeights:
     @property
     def num_bank_bytes(self) -> int:
         """The bytes of the banks that are there for good."""
-        return sum(arena.num_bytes for arena in self._parts or self.banks)
+        kept = self.own if self.keeps_part else [bank.flat for bank in self.banks]
+        return sum(flat.nbytes for flat in kept)
 
     def round_into(self, bank: int) -> None:
         """Write the newest weights into a bank, where they are apart from it."""
         if self.apart is not None:
-            self.own(bank).copy_(self.apart.flat)
+            self.own[bank].copy_(self.apart.flat)
 
     def round_anywhere(self, bank: int) -> None:
         """The same, whichever tiers have them."""
         if self.apart is not None:
-            own, newest = self.own(bank), self.memory.read(self.apart.flat)
+            own, newest = self.own[bank], self.memory.read(self.apart.flat)
             self.memory.put_back(own, self.memory.read(own).copy_(newest))
 
     def begin(self, bank: int, newest: int, *, skips: bool) -> None:
@@ -334,25 +332,14 @@ class ParameterGroupWeights:
         let it be these.
         """
         if self.apart is None and bank != newest:
-            self.own(bank).copy_(self.own(newest))
+            self.own[bank].copy_(self.own[newest])
         elif skips:
             self.round_into(bank)  # for the bank of the newest may be on another tier
 
     def put_apart(self, weights: Tensors) -> None:
         """Take over copies of weights where the newest ones are apart."""
-        if self.apart is not None:
-            part = self.part
-            own = {
-                name: part.piece(name, weights[name]) if part else weights[name] for name in self.apart.views
-            }
-            copy_by_name(own, self.apart.views)
-
-    def own(self, bank: int) -> Tensor:
-        """What is stepped here of a bank."""
-        if self._parts is not None:
-            return self._parts[bank].flat
-        flat = self.banks[bank].flat
-        return flat if self.part is None else self.part.of(flat)
+        for name, view in self.apart.views.items() if self.apart is not None else ():
+            view.copy_(weights[name] if self.part is None else self.part.piece(name, weights[name]))
 
 
 def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -363,12 +350,6 @@ def _leaves(bank: Arena, gradient_dtype: torch.dtype) -> dict[str, Tensor]:
         if leaf.dtype != gradient_dtype:
             leaf.grad_dtype = gradient_dtype
     return leaves
-
-
-def copy_by_name(source: Tensors, target: Tensors) -> None:
-    """Copy each tensor of `source` over that of its name in `target`."""
-    for name, tensor in source.items():
-        target[name].copy_(tensor)
 
 
 def bank_dtype_of(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:

@@ -4,12 +4,13 @@ Every rank makes one, with the same arguments, and gives it the same batches. Wh
 each batch, is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bireme.balance import Shares
 from bireme.capabilities import refuse_excluded
@@ -25,13 +26,19 @@ from bireme.model.weights import Weights
 from bireme.plan.plan_file import SavedPlan, check_plan_fits
 from bireme.plan.program_plan import ProgramPlan
 from bireme.runtime.balancer import Balancer, Stopwatch
-from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator
+from bireme.runtime.evaluation import Assembly, Evaluation, Evaluator, paging_of
 from bireme.runtime.exchange.averages import Averages, Met
 from bireme.runtime.exchange.joining import Donations, join
 from bireme.runtime.exchange.round_reducer import RoundReducer
 from bireme.runtime.fabric import Fabric, PipelineFabric, fabric_of, teller
-from bireme.runtime.gathering import Recorder, Recording, gather_times, timeline_of
-from bireme.runtime.held_state import HeldState
+from bireme.runtime.gathering import (
+    Recorder,
+    Recording,
+    gather_rows,
+    gather_tensors,
+    gather_times,
+    timeline_of,
+)
 from bireme.runtime.interpreter import Interpreter
 from bireme.runtime.layout import (
     AnyPlan,
@@ -48,14 +55,21 @@ from bireme.runtime.layout import (
 )
 from bireme.runtime.message_format import Boundaries, TensorSpec, checked, received_by
 from bireme.runtime.microbatches import Batch, Cutter, Feed
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.rank_paging import TierMoves
-from bireme.runtime.paging_checks import paging_of
-from bireme.runtime.settings import PipelineSettings
-from bireme.runtime.sharers import Sharers, sharers_of
-from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.settings import PipelineSettings, named_optimizer
+from bireme.runtime.shared_weights import Sharers, sharers_of
+from bireme.runtime.snapshot import (
+    Snapshot,
+    feedback_sections,
+    load_feedback,
+    load_stage,
+    load_thresholds,
+    own_sections,
+    threshold_sections,
+)
 from bireme.runtime.stage import Batches, Stage
-from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
+from bireme.runtime.stage_messages import StageMessages, Transport
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
 from bireme.sync.coded import GradientSummation
@@ -162,7 +176,7 @@ def _replicas(fabric: Fabric, layout: Layout) -> Group:
     return replicas
 
 
-class Pipeline(HeldState):
+class Pipeline:
     """One rank's part of a pipeline, joined with the others through `world`.
 
     `plan` is one made by hand, or what `load_plan` gives, which must have been made for this model; or a
@@ -184,16 +198,20 @@ class Pipeline(HeldState):
         optimizer: OptimizerFactory | str = "adamw",
         settings: PipelineSettings | None = None,
     ) -> None:
+        self.num_trained = 0
+        self._is_running = False
+        self._failure: Exception | None = None
         settings = settings or PipelineSettings()
         agreement, averaging, sharing = settings.agreement, settings.averaging, settings.sharing
-        self._device = torch.device(settings.device)
-        check_supported(self._device)
-        plan = on_pages(plan, self._device)
+        self.device = torch.device(settings.device)
+        """Where this rank computes."""
+        check_supported(self.device)
+        plan = on_pages(plan, self.device)
         named = named_plan(plan)
         programs = runnable if averaging is None else averaging.programs
         asked = runnable(programs(plan))
         used = settings.used(has_muon=optimizer == "muon")
-        fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self._device))
+        fabric = PipelineFabric(fabric_of(world, asked.num_ranks, self.device))
         made_of = prepared(
             model,
             evaluation=settings.evaluation,
@@ -243,7 +261,7 @@ class Pipeline(HeldState):
         factory = named_optimizer(optimizer, lr=1e-3) if isinstance(optimizer, str) else optimizer
         self.stages = assembly.stages(made_of.weights, factory)
         is_timed = sharing is not None or (agreement is not None and agreement.balances)
-        stopwatch = Stopwatch(self._device) if is_timed else None
+        stopwatch = Stopwatch(self.device) if is_timed else None
         self.balancer: Balancer | None = None
         """What decides about shares, if anything does."""
         if sharing is not None and stopwatch is not None:
@@ -261,7 +279,7 @@ class Pipeline(HeldState):
         self._sharers = sharers or averagers
         self._reducer = _reducer_of(fabric, self.layout, transport, settings, sharers)
         if averagers is not None:
-            averagers.join(_replicas(fabric, self.layout), None, self._device)
+            averagers.join(_replicas(fabric, self.layout), None, self.device)
         self._spare = fabric.everyone()
         if settings.reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
@@ -278,13 +296,14 @@ class Pipeline(HeldState):
         if isinstance(self._reducer, RoundReducer):
             assert agreement is not None, "its reducer is there"
             self._updates.before_update = agreement.before_updates(
-                self._reducer, self.stages, self.layout, self._device, lambda: self._updates.scale
+                self._reducer, self.stages, self.layout, self.device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self._stage_messages = StageMessages(routes, self._boundaries, transport, self._device, self.codecs)
+        self.stage_messages = StageMessages(routes, self._boundaries, transport, self.device, self.codecs)
+        """What this rank sends to other stages and receives from them."""
         self._averages = None
         if averaging is not None:
-            averages = self._averages = Averages(averaging, self.stages, self.layout, self._device)
+            averages = self._averages = Averages(averaging, self.stages, self.layout, self.device)
             donations = Donations(
                 averaging.agent,
                 self.stages,
@@ -296,7 +315,7 @@ class Pipeline(HeldState):
             self._updates.before_update = donations.before_update
         tell = settings.on_instruction or teller(world)
         self._interpreter = Interpreter(
-            self.stages, self._stage_messages, self._updates, tell, stopwatch, self._paging, self._averages
+            self.stages, self.stage_messages, self._updates, tell, stopwatch, self._paging, self._averages
         )
         together = self.layout, self._interpreter, self._spare, self.cutter
         self._evaluator = (
@@ -346,7 +365,7 @@ class Pipeline(HeldState):
         blocks = self.plan.source.blocks(
             self.layout.pipeline_rank, feed.has, first_batch=first, begins=begins
         )
-        recorder = Recorder(self._device) if record else None
+        recorder = Recorder(self.device) if record else None
         before = perf_counter()
         for finished in self._interpreter.run(blocks, feed, recorder):
             now = perf_counter()
@@ -388,31 +407,112 @@ class Pipeline(HeldState):
         in a window of the places below `until`.
         """
         self._check_drained()
-
-        def restore(saved: Snapshot) -> None:
-            self.restore(saved)
-            self._complete()
-
         if isinstance(self._reducer, RoundReducer):
             reducer = self._reducer
             self.num_trained = reducer.first = join(
-                reducer.agent, self.num_trained, restore, follow=self._updates.follow, on_first=on_first
+                reducer.agent, self.num_trained, self.restore, follow=self._updates.follow, on_first=on_first
             )
         else:
             assert self._averages is not None, "a pipeline alone has nobody to join"
             window = Window(0, until)
             self.num_trained = join(self._averages.agent, self.num_trained, self.restore, window=window)
-            self._complete()
-
-    def _complete(self) -> None:
-        for stage in self.stages.values():
-            stage.banks.complete()
 
     def meet(self, *numbers: float) -> Met:
         """Make one mean of the weights of all replicas, when this one has drained, and add up numbers."""
         self._check_drained()
         assert self._averages is not None, "a pipeline alone has nobody to meet"
         return self._averages.meet(self.num_trained, numbers)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The newest weights of this rank's stages, by the model's own names. They are the engine's: only
+        look.
+        """
+        return {
+            name: tensor for stage in self.stages.values() for name, tensor in stage.banks.newest().items()
+        }
+
+    def gather(self, row: Sequence[float]) -> list["array[float]"]:
+        """Every rank's row of numbers. All ranks must call it, when nothing is under way."""
+        return gather_rows(self._spare, row)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of this rank's newest weights and of its persistent buffers, by the model's own names."""
+        return {name: tensor.detach().clone() for name, tensor in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        """What there are copies of in `state_dict`."""
+        persistent = {state.name for state in self.graph.buffers if state.persistent}
+        buffers = {
+            name: tensor
+            for stage in self.stages.values()
+            for name, tensor in stage.buffers.items()
+            if name in persistent
+        }
+        return self.parameters() | buffers
+
+    def snapshot(self, *, all_held: bool = False, but: Collection[str] = ()) -> Snapshot:
+        """Copies of this rank's share of the state after the last batch whose result it has taken.
+
+        To be called while `train` goes on, right when it gives a result, or when nothing is under way: then
+        all ranks' snapshots after the same batch belong together. One rank answers for each tensor; with
+        `all_held` there is all that this rank holds instead, shared or not, for its own next pipeline. What
+        `but` names is left out: who restores the snapshot has it already, as frozen weights.
+        """
+        owners, layout = self.layout.owners, self.layout
+        is_owner = layout.replica == 0
+        own = {
+            name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
+        }.difference(but)
+        pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            named = None if all_held else pieces_of
+            tensors |= own_sections(stage, own, replica=layout.replica, pieces_of=named)
+            pieces_of.difference_update(stage.banks.names)
+        if self._averages is not None:
+            of_rank = {name for name, rank in owners.items() if rank == layout.pipeline_rank}
+            tensors |= self._averages.sections(own, None if all_held else of_rank)
+        tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
+        tensors |= threshold_sections(self.stage_messages.thresholds, self.num_trained, layout)
+        shares = None if self.balancer is None else self.balancer.state()
+        return Snapshot(self.num_trained, self._updates.scale, tensors, shares)
+
+    def restore(self, saved: Snapshot) -> None:
+        """Go on from a snapshot, which must have all tensors of this rank's stages that training changes,
+        before the first batch. Of the others, what it lacks stays as it is. Replicas that share must all call
+        it.
+
+        The next batch's number is that of the batches trained. With the same plan it goes on to the last bit
+        as if it had never stopped.
+        """
+        self._check_drained()
+        for stage in self.stages.values():
+            load_stage(stage, saved.tensors, version=saved.num_trained, replica=self.layout.replica)
+            stage.banks.complete()
+        if self._averages is not None:
+            self._averages.load(saved.tensors)
+        load_feedback(self._reducer.feedback, saved, self.layout)
+        load_thresholds(self.stage_messages.thresholds, saved, self.layout)
+        self.num_trained = saved.num_trained
+        self._updates.scale = saved.clip_scale
+        if self.balancer is not None:
+            self.balancer.load(saved.shares, saved.num_trained)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's newest weights and persistent buffers, on the CPU of rank 0; empty on all others.
+
+        All ranks must call it. Shared weights are there under each of their names.
+        """
+        wanted = [state for state in (*self.graph.parameters, *self.graph.buffers) if state.persistent]
+        owners = self.layout.owners
+        held = [state for state in wanted if state.name in owners]
+        whole = dict(gather_tensors(self._spare, held, self._held(), owners))
+        return {
+            name: whole[state.name]
+            for state in held
+            if state.name in whole
+            for name in (state.name, *state.aliases)
+        }
 
     def timeline(self) -> Timeline:
         """When the instructions of the last recorded training ran, on one clock. All ranks must call it.
@@ -430,11 +530,6 @@ class Pipeline(HeldState):
         assert self.balancer is not None, "who gives shares shares out"
         self.balancer.begin(shares)
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._device
-
     def received(self, stage: int, num_samples: int) -> Sequence[TensorSpec]:
         """What a stage receives from the one before it for a micro-batch of so many samples."""
         return self._boundaries.forward(stage, num_samples).specs
@@ -446,16 +541,6 @@ class Pipeline(HeldState):
         A rank that ends its batches so many later ends them where the others do.
         """
         return self.plan.source.read_ahead
-
-    @property
-    def most_receive_bytes(self) -> int:
-        """The most bytes there have been in receives that were posted and not yet used."""
-        return self._stage_messages.most_receive_bytes
-
-    @property
-    def send_bytes(self) -> int:
-        """The bytes of messages on their way, and of the room that is kept for more."""
-        return self._stage_messages.send_bytes
 
     @property
     def sum_bytes(self) -> SentBytes:
@@ -478,11 +563,6 @@ class Pipeline(HeldState):
         """
         return () if self._paging is None else self._paging.tiers()
 
-    @property
-    def traffic(self) -> Mapping[tuple[bool, int], BoundaryTraffic]:
-        """What this rank has sent of training so far, by direction (forward or not) and boundary."""
-        return self._stage_messages.traffic
-
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""
         if self.balancer is not None:
@@ -495,3 +575,23 @@ class Pipeline(HeldState):
         if self._paging is not None:
             self._paging.close()
         self._fabric.close()
+
+    def _make_whole(self) -> None:
+        """Have the newest weights here whole where replicas share the optimizer; all of them must call it."""
+        for stage in self.stages.values():
+            if stage.banks.shared is not None:
+                stage.banks.settle()
+                stage.banks.shared.arrive_all()
+
+    def _check_drained(self) -> None:
+        """Refuse to go on from where nothing can."""
+        if self._failure is not None:
+            raise BiremeError(
+                f"Training has failed in this pipeline ({self._failure}) and cannot continue. Fix that "
+                "and make a new pipeline."
+            ) from self._failure
+        if self._is_running:
+            raise BiremeError(
+                "The pipeline is not drained: it is training, or a training was left before its batches had "
+                "ended. Take all results of train(); to end early, end the batches."
+            )

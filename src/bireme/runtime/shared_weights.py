@@ -1,16 +1,21 @@
-"""The weights of which replicas that share step their parts: whole in every replica, or whole only while the
-stage computes.
+"""The replicas of a stage that share its optimizer, or its weights and gradients too: how they reach each
+other, and the weights of which each steps its parts. These are whole in every replica, or whole only while
+the stage computes.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
+from bireme.errors import BiremeError, closest
 from bireme.memory.arena import Arena
-from bireme.runtime.optimizers import StageMemory
+from bireme.plan.plan_request import SHARDS
+from bireme.runtime.layout import Layout
+from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
+from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.runtime.parameter_groups import (
     ParameterGroupPart,
     ParameterGroupWeights,
@@ -18,63 +23,106 @@ from bireme.runtime.parameter_groups import (
     parameter_groups_of,
     part_of,
 )
-from bireme.runtime.sharers import Sharers
-from bireme.runtime.stepper import Home, Stepper
+from bireme.runtime.stepper import Home, Stepper, StepShare
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
-from bireme.sync.exchange import Parts, rounds_of
-from bireme.sync.group import Pending
+from bireme.sync.coded import GradientSummation
+from bireme.sync.exchange import Parts, SentBytes, rounds_of
+from bireme.sync.group import Group, Pending
+from bireme.sync.slices import SLICE_BYTES
+
+
+class Sharers:
+    """The `num_members` replicas of a rank's stages, of which this one is `member`. They share the optimizer,
+    or with `gathers` the weights and the gradients too.
+    """
+
+    group: Group
+    """What joins them. It belongs to the rank's own thread."""
+    sums: Group
+    """What joins them for what is posted here, if they share the weights."""
+
+    def __init__(self, member: int, num_members: int, *, gathers: bool = False) -> None:
+        self.member = member
+        self.num_members = num_members
+        self.gathers = gathers
+        self.has_lent = False
+        """Whether an evaluation has the weights of a stage gathered."""
+        self.gathered_bytes = 0
+        """What this replica has sent the others in training so far of weights that it makes or keeps."""
+        self.summed = SentBytes()
+        """What it has sent them of gradients, besides what the sums at the end of a batch send."""
+        self.how = GradientSummation(in_parts=True)
+        """How gradients are summed."""
+        self._worker: ThreadMover | None = None
+
+    def join(
+        self,
+        group: Group,
+        sums: Group | None,
+        device: torch.device,
+        how: GradientSummation | None = None,
+    ) -> None:
+        """From now on the members can reach each other."""
+        self.group, self._worker = group, ThreadMover(device)
+        if sums is not None:
+            self.sums = sums
+        self.how = how or self.how
+
+    def post(self, work: Callable[[], None]) -> CopyJob:
+        """Have work done in a thread, one after the other; only that thread uses `sums`."""
+        assert self._worker is not None, "a pipeline is joined before it trains"
+        job = CopyJob((0, False), 0, work)
+        self._worker.post(job)
+        return job
+
+    def wait(self, job: CopyJob) -> None:
+        """Wait for work that was posted; raises what went wrong."""
+        assert self._worker is not None, "what was posted has a worker"
+        self._worker.wait(job)
+
+    def close(self) -> None:
+        """End the thread, once what was posted is done or has failed."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def membership(self) -> StepShare:
+        """Which of the members this replica is."""
+        return StepShare(self.member, self.num_members)
+
+    def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
+        """Begin to fill flat tensors with all members' parts; a member's own must be there.
+
+        All members must call it with the same ones in the same order. It is counted if training needs it.
+        """
+        under_way = []
+        for flat, parts in flats:
+            for owner in range(self.num_members):
+                part = flat[parts[owner] : parts[owner + 1]]
+                if not len(part):
+                    continue
+                if owner == self.member:
+                    self.gathered_bytes += (self.num_members - 1) * part.nbytes if trains else 0
+                for piece in torch.split(part, max(SLICE_BYTES // part.itemsize, 1)):
+                    under_way.append(self.group.copy_from(piece, owner))
+        return under_way
+
+
+def sharers_of(shard: str, layout: Layout) -> Sharers | None:
+    """The replicas of a rank as sharers of that; None if nothing is shared, or nobody is there."""
+    if shard not in SHARDS:
+        raise BiremeError(f"There is no shard {shard!r}. {closest(shard, SHARDS)}")
+    if shard == "none" or layout.width == 1:
+        return None
+    return Sharers(layout.replica, layout.width, gathers=shard == "weights")
+
 
 # Trial steps of replicas that share an optimizer.
 #
 # Every replica tries a step with gradients of its own, and for that needs moments that others have. So it
 # sends each owner its gradient of the owner's part; the owner tries a step of its part for each replica, and
 # sends back what came of it. All of that goes a chunk of every part at a time.
-
-
-@torch.no_grad()
-def _make_shared_trial(
-    sharers: Sharers,
-    stepper: Stepper,
-    trials: Trials,
-    stores: Sequence[ParameterGroupWeights],
-    bank: int,
-    flats: Sequence[Tensor],
-    held: Collection[str],
-    *,
-    lr_factor: float,
-    factor: float,
-) -> None:
-    """Write into a bank of each of `stores` what a step with this replica's gradients would make of the
-    newest weights: those in `held` times `factor`, which lie in `flats`. All members must call it.
-    """
-    names = [name for store in stores for name in store.leaves[bank]]
-    own = torch.tensor([factor, *(float(name in held) for name in names)], dtype=torch.float64)
-    told = [torch.empty_like(own) for _ in range(sharers.num_members)]
-    device = stores[0].banks[bank].flat.device if stores else own.device
-    told = [one.to(device) for one in told]
-    sharers.group.gather(own.to(device), told).wait()
-    of_all = [one.tolist() for one in told]
-    factors = [float(one[0]) for one in of_all]
-    helds = [{name for name, has in zip(names, one[1:], strict=True) if has} for one in of_all]
-    homes = {home.name: home for home in stepper.homes}
-    for store, flat in zip(stores, flats, strict=True):
-        part, source = store.part, store.apart
-        assert part is not None, "what is tried is shared"
-        assert source is not None, "trial versions are made from weights apart"
-        for pieces in _trial_rounds(part):
-            given = [flat[piece] for piece in pieces]
-            gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
-            sharers.summed.add(_sent_bytes(sharers, given))
-            made = [torch.empty_like(one, dtype=store.banks[bank].flat.dtype) for one in gradients]
-            for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
-                begin = pieces[sharers.member].start - part.parts[sharers.member]
-                chunk = list(_tried(part, homes, source.flat, begin, gradient, goal, helds[member]))
-                trials.try_chunk(chunk, lr_factor=lr_factor, factor=factors[member])
-            sharers.gathered_bytes += _sent_bytes(sharers, made)
-            target = [store.banks[bank].flat[piece] for piece in pieces]
-            for piece, came in zip(target, _exchanged(sharers, made, [*map(len, target)]), strict=True):
-                piece.copy_(came)
 
 
 def _trial_rounds(part: ParameterGroupPart) -> Iterator[list[slice]]:
@@ -180,14 +228,6 @@ class SharedWeights:
         is_whole = tuple(value.shape) == self.shapes[name] and (value.ndim > 0 or key not in _ONCE)
         return self.part_of[name].piece(name, value).clone() if is_whole else value
 
-    def own_newest(self, _bank: int) -> Tensors:
-        """This replica's pieces of the newest weights that nobody has whole."""
-        return {name: view for one in self._stores if one.apart for name, view in one.apart.views.items()}
-
-    def own_run_on(self, _version: int) -> Tensors:
-        """The same of a version that is computed with, which all have whole."""
-        return {}
-
     def made(self, bank: int) -> None:
         """This replica has made its part of a version: begin to give it to the others, and to get theirs."""
         self.gather(bank)
@@ -212,15 +252,16 @@ class SharedWeights:
 
     def arrive(self, version: int) -> None:
         """Wait until all parts of a version, or of the bank of that number, are there."""
-        under_way = self._arriving[version % len(self._arriving)]
-        while under_way:
-            under_way.pop(0).wait()
+        for under_way in (self._arriving[version % len(self._arriving)], self._frozen_arriving):
+            while under_way:
+                under_way.pop(0).wait()
 
     def arrive_all(self) -> None:
         """Wait until nothing is on its way."""
         for bank in range(len(self._arriving)):
             self.arrive(bank)
 
+    @torch.no_grad()
     def try_step(
         self,
         bank: int,
@@ -233,52 +274,53 @@ class SharedWeights:
         """Write into a bank what a step with this replica's gradients would make of the newest weights: with
         those in `held`, times `factor`; `flats` has the memory they lie in. Take part with the others.
         """
-        device = self._stores[0].banks[bank].flat.device if self._stores else None
+        sharers, stores = self._sharers, self._stores
+        device = stores[0].banks[bank].flat.device if stores else torch.device("cpu")
         nothing = (
             torch.zeros((), dtype=one.dtype, device=device).expand(one.slots.num_elements)
             for one in self._stepper.parameter_groups
         )
-        _make_shared_trial(
-            self._sharers,
-            self._stepper,
-            self._trials,
-            self._stores,
-            bank,
-            flats or [*nothing],
-            held,
-            lr_factor=lr_factor,
-            factor=factor,
-        )
+        names = [name for store in stores for name in store.leaves[bank]]
+        has = [float(name in held) for name in names]
+        own = torch.tensor([factor, *has], dtype=torch.float64, device=device)
+        told = [torch.empty_like(own) for _ in range(sharers.num_members)]
+        sharers.group.gather(own, told).wait()
+        of_all = [one.tolist() for one in told]
+        helds = [{name for name, has in zip(names, one[1:], strict=True) if has} for one in of_all]
+        homes = {home.name: home for home in self._stepper.homes}
+        for store, flat in zip(stores, flats or [*nothing], strict=True):
+            part, source, target = store.part, store.apart, store.banks[bank].flat
+            assert part is not None, "what is tried is shared"
+            assert source is not None, "trial versions are made from weights apart"
+            for pieces in _trial_rounds(part):
+                given = [flat[piece] for piece in pieces]
+                gradients = _exchanged(sharers, given, [given[sharers.member].numel()] * sharers.num_members)
+                sharers.summed.add(_sent_bytes(sharers, given))
+                made = [torch.empty_like(one, dtype=target.dtype) for one in gradients]
+                begin = pieces[sharers.member].start - part.parts[sharers.member]
+                for member, (gradient, goal) in enumerate(zip(gradients, made, strict=True)):
+                    chunk = list(_tried(part, homes, source.flat, begin, gradient, goal, helds[member]))
+                    self._trials.try_chunk(chunk, lr_factor=lr_factor, factor=float(of_all[member][0]))
+                sharers.gathered_bytes += _sent_bytes(sharers, made)
+                goals = [target[piece] for piece in pieces]
+                for piece, came in zip(goals, _exchanged(sharers, made, [*map(len, goals)]), strict=True):
+                    piece.copy_(came)
 
-    def newest(self, bank: int, *, alone: bool) -> Tensors:
-        """The newest weights, as they are stepped; take part with the others. Those apart are copies, and are
-        left out with `alone`, as nobody has them whole.
-        """
-        self.arrive(bank)
-        found: dict[str, Tensor] = {}
-        for store in self._stores:
-            if store.apart is None:
-                found |= store.leaves[bank]
-            elif not alone:
-                found |= self._whole_copies([(store, store.memory.read(store.apart.flat))])
-        return found
-
-    def run_on(self, version: int, *, alone: bool) -> Tensors:
-        """A version that is computed with; with `alone` without what nobody has whole, which is nothing."""
-        self.arrive(version)
-        bank = version % len(self._arriving)
-        return {name: leaf for store in self._stores for name, leaf in store.leaves[bank].items()}
-
-    def _whole_copies(self, owned: Iterable[tuple[ParameterGroupWeights, Tensor]]) -> Tensors:
-        """Copies of weights of some stores, of each of which this is the part that this replica has; take
-        part with the others.
+    @torch.no_grad()
+    def copies(self, bank: int) -> Tensors:
+        """Copies of the newest weights that no replica has whole, as they are stepped. Take part with the
+        others.
         """
         found: dict[str, Tensor] = {}
-        for store, own in owned:
-            assert store.part is not None, "the stores of shared weights have parts"
+        newest = (*((store, bank) for store in self._stores), *((store, 0) for store in self._frozen))
+        for store, number in newest:
+            part = store.part
+            if part is None or store.held(number, is_newest=True)[1]:
+                continue
+            own = store.memory.read(store.newest_part(number))
             whole = Arena(store.banks[0].slots, own.dtype, own.device)
-            store.part.of(whole.flat).copy_(own)
-            for pending in self._sharers.gather([(whole.flat, store.part.parts)], trains=False):
+            part.of(whole.flat).copy_(own)
+            for pending in self._sharers.gather([(whole.flat, part.parts)], trains=False):
                 pending.wait()
             found |= whole.views
         return found
@@ -311,21 +353,6 @@ class GatheredWeights(SharedWeights):
     _num_taken = 0
     """The versions that are whole, or on their way."""
 
-    @property
-    def sharers(self) -> Sharers:
-        """The replicas that have the other parts."""
-        return self._sharers
-
-    @property
-    def frozen_bytes(self) -> int:
-        """The bytes of frozen weights that are there for good."""
-        return sum(store.num_bank_bytes for store in self._frozen)
-
-    def put_frozen(self, weights: Tensors) -> None:
-        """Take over copies of this replica's pieces of some frozen weights, given whole."""
-        for store in self._frozen:
-            store.put(0, weights)
-
     def made(self, bank: int) -> None:
         """This replica has its part of a version; no pass needs the whole yet."""
 
@@ -343,12 +370,6 @@ class GatheredWeights(SharedWeights):
         for store in self._stores:
             store.lent(bank).take()
         self.gather(bank, trains=trains)
-
-    def arrive(self, version: int) -> None:
-        """Wait until all parts of a version, or of the bank of that number, are there."""
-        super().arrive(version)
-        while self._frozen_arriving:
-            self._frozen_arriving.pop(0).wait()
 
     def let_go(self, version: int) -> None:
         """Give back the memory of a version, but for this replica's part."""
@@ -376,30 +397,6 @@ class GatheredWeights(SharedWeights):
         finally:
             self.let_go(version)
             sharers.has_lent = False
-
-    def newest(self, bank: int, *, alone: bool) -> Tensors:
-        """Copies of the newest weights, as they are stepped, for no replica has them whole; take part with
-        the others. With `alone` all are left out.
-        """
-        both = [*((store, bank) for store in self._stores), *((store, 0) for store in self._frozen)]
-        owned = ((store, store.memory.read(store.newest_part(number))) for store, number in both)
-        return {} if alone else self._whole_copies(owned)
-
-    def run_on(self, version: int, *, alone: bool) -> Tensors:
-        """The same of a version that is computed with."""
-        bank = version % len(self._arriving)
-        owned = ((store, store.memory.read(store.own(bank))) for store in self._stores)
-        return {} if alone else self._whole_copies(owned)
-
-    def own_newest(self, bank: int) -> Tensors:
-        """This replica's pieces of the newest weights."""
-        trained = {name: view for store in self._stores for name, view in store.stepped(bank).items()}
-        return {**trained, **{name: view for store in self._frozen for name, view in store.pieces(0).items()}}
-
-    def own_run_on(self, version: int) -> Tensors:
-        """This replica's pieces of a version that is computed with."""
-        bank = version % len(self._arriving)
-        return {name: view for store in self._stores for name, view in store.pieces(bank).items()}
 
 
 def _parts(store: ParameterGroupWeights) -> Parts:

@@ -5,7 +5,7 @@ with a section: `weights/` the newest, in the precision that is stepped; `before
 which the next batch runs on under delayed updates; `trial/REPLICA/STAGE/` those that a stage has made up for
 the next batch under fresh ones, each for itself; `optimizer/NAME/KEY`; `buffers/`;
 `principal/AGE/NAME/PART` what the gradients of the next batches go on from, where they are kept so. What
-replicas have pieces of, each saves its own (`piece_sections.py`).
+replicas have pieces of, each saves its own.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bireme.codec.above import Thresholds
 from bireme.errors import BiremeError
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.layout import Layout
@@ -49,28 +50,23 @@ def joined(saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return _Joined(saved, pieces, shapes) if pieces else saved
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Joined(Mapping[str, Tensor]):
     """Reads the pieces of a tensor when it is asked for."""
 
-    def __init__(
-        self,
-        saved: Mapping[str, Tensor],
-        pieces: Mapping[str, Mapping[int, str]],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        self._saved = saved
-        self._pieces = pieces
-        self._shapes = shapes
+    saved: Mapping[str, Tensor]
+    pieces: Mapping[str, Mapping[int, str]]
+    shapes: Mapping[str, tuple[int, ...]]
 
     def __getitem__(self, name: str) -> Tensor:
-        own = self._pieces.get(name)
+        own = self.pieces.get(name)
         if own is None:
-            return self._saved[name]
-        shape = self._shapes[name]
+            return self.saved[name]
+        shape = self.shapes[name]
         flat: Tensor | None = None
         end = 0
         for begin in sorted(own):
-            piece = self._saved[own[begin]]
+            piece = self.saved[own[begin]]
             if begin != end:
                 break
             if flat is None:
@@ -85,14 +81,14 @@ class _Joined(Mapping[str, Tensor]):
         return flat.view(shape)
 
     def __iter__(self) -> Iterator[str]:
-        whole = (name for name in self._saved if not name.startswith(f"{_PIECE}/"))
-        return iter([*whole, *self._pieces])
+        whole = (name for name in self.saved if not name.startswith(f"{_PIECE}/"))
+        return iter([*whole, *self.pieces])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: Any) -> bool:
-        return name in self._pieces or (name in self._saved and not name.startswith(f"{_PIECE}/"))
+        return name in self.pieces or (name in self.saved and not name.startswith(f"{_PIECE}/"))
 
 
 BEFORE, _BUFFERS, OPTIMIZER, TRIAL, _WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"
@@ -113,23 +109,33 @@ class Snapshot:
     shares: Mapping[str, Any] | None = None
 
 
-def sections_of(
-    stage: Stage, names: Iterable[str], *, replica: int, pieces_of: Iterable[str] = (), alone: bool = False
+def own_sections(
+    stage: Stage, names: Iterable[str], *, replica: int, pieces_of: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """What a stage holds of the parameters and buffers named, and all of its trial version; copied.
+    """What this rank has of a stage of the parameters and buffers named, and all of its trial version;
+    copied. No other rank takes part.
 
-    Where replicas share the optimizer, there are this one's pieces of the parameters in `pieces_of`. With
-    `alone` there is what this rank needs to go on by itself: weights whole, and its pieces as they are. Then
-    all replicas must call it.
+    Of what no replica has whole there are this replica's pieces: of the parameters in `pieces_of`, by names
+    that tell where they belong; or as they are, for the same rank of another pipeline, if that is None.
     """
     banks, wanted = stage.banks, set(names)
-    if banks.shared is not None:
-        return _shared_sections(stage, banks.shared, wanted, {*pieces_of}, replica=replica, alone=alone)
-    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in banks.newest(wanted).items()}
-    found |= _to_run_on(stage, wanted, replica)
+    found: dict[str, Tensor] = {}
+    pieces: dict[str, dict[str, Tensor]] = {}  # of what may be in pieces, by parameter
+    other = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
+    for section, before in ((_WEIGHTS, False), (other, True)):
+        held, is_trial = banks.held(before=before), before and banks.is_fresh
+        found |= {f"{section}/{name}": one for name, one in held.whole.items() if is_trial or name in wanted}
+        for name, one in held.pieces.items():
+            pieces.setdefault(name, {})[f"{section}/{name}"] = one
     for name, state in _optimizer_sections(banks):
-        found |= state if name in wanted else {}
-    found |= _buffers(stage, wanted)
+        pieces.setdefault(name, {}).update(state)
+    for name, own in pieces.items():
+        if banks.shared is None or pieces_of is None:
+            found |= own if name in wanted else {}
+        elif name in pieces_of:
+            found |= _named_pieces(banks.shared, name, own)
+    buffers = stage.settled_buffers()
+    found |= {f"{_BUFFERS}/{name}": tensor for name, tensor in buffers.items() if name in wanted}
     principal = banks.gradients.principal
     if principal is not None:
         found |= {
@@ -137,46 +143,7 @@ def sections_of(
             for key, tensor in principal.state(banks.newest_version).items()
             if _name_in(key) in wanted
         }
-    return _copied(found)
-
-
-def _shared_sections(
-    stage: Stage, shared: SharedWeights, wanted: set[str], pieces_of: set[str], *, replica: int, alone: bool
-) -> dict[str, Tensor]:
-    banks = stage.banks
-    newest = banks.newest(alone=not alone)
-    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in newest.items() if name in wanted}
-    found |= _to_run_on(stage, wanted, replica, alone=not alone) | _buffers(stage, wanted)
-    pieces: dict[str, dict[str, Tensor]] = {}
-    for section, before in ((_WEIGHTS, False), (BEFORE, True)) if not alone else ():
-        for name, one in banks.own_pieces(before=before).items():
-            pieces.setdefault(name, {})[f"{section}/{name}"] = one
-    for name, state in _optimizer_sections(banks):
-        pieces.setdefault(name, {}).update(state)
-    for name, own in pieces.items():
-        if alone and name in wanted:
-            found |= own
-        elif not alone and name in pieces_of:
-            found |= _named_pieces(shared, name, own)
-    return _copied(found)
-
-
-def own_sections(stage: Stage, names: Collection[str], *, replica: int) -> dict[str, Tensor]:
-    """What this rank has of a stage of the parameters and buffers named, for the same rank of another site:
-    whole, or its pieces as they are. Copied; no other rank takes part.
-    """
-    banks = stage.banks
-    if banks.shared is None:
-        return sections_of(stage, names, replica=replica)
-    found = {f"{_WEIGHTS}/{name}": tensor for name, tensor in banks.newest(names, alone=True).items()}
-    found |= _to_run_on(stage, names, replica, alone=True) | _buffers(stage, names)
-    for section, before in ((_WEIGHTS, False), (BEFORE, True)):
-        for name, piece in banks.own_pieces(before=before).items():
-            if name in names:
-                found.setdefault(f"{section}/{name}", piece)
-    for name, state in _optimizer_sections(banks):
-        found |= state if name in names else {}
-    return _copied(found)
+    return {name: banks.read(one).to("cpu", copy=True).contiguous() for name, one in found.items()}
 
 
 def _optimizer_sections(banks: WeightBanks) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -205,28 +172,6 @@ def _named_pieces(shared: SharedWeights, name: str, own: Mapping[str, Tensor]) -
     return found
 
 
-def _to_run_on(
-    stage: Stage, wanted: Collection[str], replica: int, *, alone: bool = False
-) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, tensor in stage.banks.next_to_run_on(alone=alone).items():
-        if stage.banks.is_fresh:
-            found[f"{TRIAL}/{replica}/{stage.index}/{name}"] = tensor
-        elif name in wanted:
-            found[f"{BEFORE}/{name}"] = tensor
-    return found
-
-
-def _buffers(stage: Stage, wanted: Collection[str]) -> dict[str, Tensor]:
-    return {
-        f"{_BUFFERS}/{name}": tensor for name, tensor in stage.settled_buffers().items() if name in wanted
-    }
-
-
-def _copied(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
-
-
 def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, replica: int) -> None:
     """Restore a stage from saved tensors, after `version` updates.
 
@@ -241,11 +186,12 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     newest = {
         name: saved[key] for name in banks.names if (key := f"{_WEIGHTS}/{name}") in saved or name in trained
     }
-    names = tuple(newest)
     section = f"{TRIAL}/{replica}/{stage.index}" if banks.is_fresh else BEFORE
-    others = {name: saved.get(f"{section}/{name}", newest[name]) for name in names}
+    others = {name: saved.get(f"{section}/{name}", newest[name]) for name in newest}
     number = version if banks.is_fresh else version - 1
-    banks.load(newest, _optimizer_state(banks, saved), version=version, older={number: others})
+    has_trial = any(key.startswith(f"{section}/") for key in saved)
+    older = {number: others} if has_trial or not banks.is_fresh else {}
+    banks.load(newest, _optimizer_state(banks, saved), version=version, older=older)
     principal = banks.gradients.principal
     if principal is not None:
         keys = (key.partition("/") for key in saved)
@@ -352,3 +298,31 @@ def _shared(keys: Mapping[str, list[str]], saved: Mapping[str, Tensor], among: i
     if BASIS in keys:
         shared[BASIS] = saved[keys[BASIS][0]]
     return shared
+
+
+# The thresholds of a rank's codecs as sections of a snapshot: `threshold/REPLICA-of-WIDTH/NAME/CODEC`, by the
+# replicas of the stage.
+#
+# A run that goes on with as many replicas takes them up again. With another number of replicas they are found
+# anew, by the first message of each tensor.
+
+
+def threshold_sections(thresholds: Thresholds, num_trained: int, layout: Layout) -> dict[str, Tensor]:
+    """What the batch after so many takes from earlier ones, by the names of a snapshot."""
+    found = thresholds.after(num_trained)
+    return {
+        f"{_threshold_section(layout)}{name}": value.to("cpu", copy=True) for name, value in found.items()
+    }
+
+
+def load_thresholds(thresholds: Thresholds, saved: Snapshot, layout: Layout) -> None:
+    """Go on from what was saved."""
+    section = _threshold_section(layout)
+    found = {
+        key.removeprefix(section): saved.tensors[key] for key in saved.tensors if key.startswith(section)
+    }
+    thresholds.load(found, saved.num_trained)
+
+
+def _threshold_section(layout: Layout) -> str:
+    return f"threshold/{layout.member}-of-{len(layout.peers)}/"

@@ -16,11 +16,10 @@ from bireme.codec.lowrank import Components, PrincipalStream, Product
 from bireme.model.halves import GradientHook, Rest, backward_input
 from bireme.model.stage import SegmentedFunction, StageFunction, untouched
 from bireme.runtime.banks import WeightBanks
-from bireme.runtime.gradients import GradientPool, GradientSums
+from bireme.runtime.gradients import GradientParts, GradientPool, GradientSums
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
-from bireme.runtime.optimizers import UNPAGED, StageMemory, Stash
-from bireme.runtime.sharers import GradientParts, Sharers
+from bireme.runtime.paging.stage_memory import UNPAGED, StageMemory, Stash
 from bireme.schedule.instruction import Item
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
@@ -345,24 +344,19 @@ class Stage:
         self._has_seen(place, kept)
         self.banks.release(kept.version)
 
+    def sum_parts(self, batch: int) -> GradientParts:
+        """What there is of a batch's gradients in parts, which replicas that share this stage's weights add
+        up.
+        """
+        parts = self.part(batch).sums().parts
+        assert parts is not None, "who shares weights has parts of sums"
+        return parts
+
     def begin_sums(self, batch: int) -> None:
         """Begin to sum what a batch's gradients have come to over the replicas that share this stage's
         weights, each part where its owner is. All of them must call it.
         """
-        parts, sharers = self._summed(batch)
-        parts.begin_sums(batch, self.part(batch).sums().held, sharers)
-
-    def end_sums(self, batch: int) -> None:
-        """Wait for that; this replica's part is added to what it has of the batch."""
-        parts, sharers = self._summed(batch)
-        parts.end_sums(sharers)
-
-    def _summed(self, batch: int) -> tuple[GradientParts, Sharers]:
-        """A batch's gradients in parts, and the replicas that have the others."""
-        gathered, parts = self.banks.gathered, self.part(batch).sums().parts
-        assert gathered is not None, "who sums parts shares weights"
-        assert parts is not None, "who shares weights has parts of sums"
-        return parts, gathered.sharers
+        self.sum_parts(batch).begin_sums(batch, self.part(batch).sums().held)
 
     @contextmanager
     def opened_to_update(self, version: int) -> Iterator[None]:

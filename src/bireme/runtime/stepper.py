@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, Arena, ArenaAllocator
-from bireme.runtime.optimizers import OptimizerFactory
 from bireme.runtime.parameter_groups import (
     ParameterGroup,
     ParameterGroupPart,
@@ -27,6 +26,11 @@ from bireme.runtime.parameter_groups import (
     parameter_groups_of,
     part_of,
 )
+
+NamedTensors = list[tuple[str, Tensor]]
+
+OptimizerFactory = Callable[[NamedTensors], Optimizer | Sequence[Optimizer]]
+"""Makes what steps the given parameters. Each of them must be in just one group of one optimizer."""
 
 # Arenas for what optimizers remember of each element of their parameters.
 #

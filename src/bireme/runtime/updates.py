@@ -122,7 +122,7 @@ class Updates:
 
     def collect(self, step: Instruction) -> None:
         """Wait until this replica's parts of a stage's gradients are summed, as far as that has begun."""
-        self._stages[step.stage].end_sums(step.batch)
+        self._stages[step.stage].sum_parts(step.batch).end_sums()
         if step.stage in self._batches[step.batch].norms:
             self._note_norms(step)  # the last sums come after the stage's REDUCE
 

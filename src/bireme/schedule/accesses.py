@@ -129,6 +129,8 @@ class ChunkUses:
             chunks = self._chunks.get(key)
             if chunks is None:
                 chunks = self._chunks[key] = tuple(chunks_of(tiers, use))
+            if use.ends:
+                del self._chunks[key]  # a run goes on for ever
             if chunks:
                 found.append((use, chunks))
         return found

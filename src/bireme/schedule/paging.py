@@ -18,13 +18,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.accesses import ChunkAccess, ChunkUses, Sizes, accesses_of, host_accesses_of
+from bireme.schedule.accesses import ChunkAccess, ChunkUses, accesses_of, host_accesses_of
 from bireme.schedule.budgets import (
-    Budgets,
     Cut,
     TierTooSmallError,
     check_capacity,
-    cut_memory,
     most_at_once,
 )
 from bireme.schedule.eviction import Gap, Leads, decide, gaps_of, settle
@@ -34,45 +32,8 @@ from bireme.schedule.proofs.stages import stage_problems
 from bireme.schedule.source import WRITTEN_OUT, fold
 from bireme.schedule.tiers import Chunk, RankTiers
 
-__all__ = ["Budgets", "page", "page_cut"]
-
 _STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
-
-
-def page(
-    program: Program,
-    sizes: Sizes,
-    budgets: Budgets,
-    *,
-    ahead: int = 1,
-    chunk_bytes: int | None = None,
-    is_summed: bool = False,
-    updates_together: bool = False,
-    updates_apart: bool = False,
-    host_updates: bool = False,
-) -> Program:
-    """The program within budgets that are those of every rank, or itself where every rank fits.
-
-    `chunk_bytes` is searched for each rank unless given. With `host_updates` all stages that can are updated
-    on the host; gradients that are summed must stay on the device, so none is then. The rest is as for
-    `page_cut`.
-    """
-    cut = cut_memory(
-        program,
-        sizes,
-        (budgets,) * program.num_ranks,
-        chunk_bytes=chunk_bytes,
-        host_updates=host_updates and not is_summed,
-    )
-    return page_cut(
-        program,
-        cut,
-        ahead=ahead,
-        is_summed=is_summed,
-        updates_together=updates_together,
-        updates_apart=updates_apart,
-    )
 
 
 def page_cut(

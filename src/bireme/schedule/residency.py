@@ -10,7 +10,7 @@ A message under way is part of what its sender has stashed, and is not counted a
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bireme.schedule.accesses import ChunkUses, Mode, Sizes, Use, unpaged
 from bireme.schedule.instruction import COMPUTE, PAGING, RECEIVES, Instruction, Item, Kind
@@ -83,9 +83,7 @@ class Holding:
         for use, chunks in self.uses.of(step):
             for chunk in chunks:
                 tiers = self.where.get(chunk)
-                if use.tier:
-                    yield from self._use_below(step, use, chunk)
-                elif use.mode is Mode.READ and tiers is not None and 0 in tiers:
+                if use.mode is Mode.READ and tiers is not None and not use.tier and 0 in tiers:
                     self.fetched.discard(chunk)
                 else:
                     yield from self._use(step, use, chunk)
@@ -136,39 +134,25 @@ class Holding:
                     yield f"{step} writes the bank of version {version}, which is still whole."
 
     def _use(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
-        tiers = self.where.get(chunk)
+        """A step uses a chunk on a tier: what it writes makes all other copies worthless."""
+        tiers, tier = self.where.get(chunk), use.tier
         is_made = use.mode is Mode.MAKE or (use.mode is Mode.ADD and tiers is None and chunk not in self.lost)
-        self.fetched.discard(chunk)
-        if not is_made and (tiers is None or 0 not in tiers):
+        if not is_made and (tiers is None or tier not in tiers):
             where = "no tier has it" if tiers is None else f"it is on {self.tiers.tiers[min(tiers)].name}"
-            yield f"{step} needs chunk {chunk.chunk} of {_told(chunk)} on the device, but {where}."
+            needed = f"{step} needs chunk {chunk.chunk} of {_told(chunk)}"
+            yield f"{needed} on {'the ' if tier == 0 else ''}{self.tiers.tiers[tier].name}, but {where}."
         if tiers is None:
             tiers = self.where[chunk] = set()
             self.lost.discard(chunk)
+        if tier == 0 or use.mode is not Mode.READ:
+            self.fetched.discard(chunk)
         if use.mode is not Mode.READ:
-            for tier in sorted(tiers - {0}):
-                tiers.discard(tier)
-                self._give(chunk, tier)
-        if 0 not in tiers:
-            tiers.add(0)
-            yield from self._take(step, chunk, 0)
-
-    def _use_below(self, step: Instruction, use: Use, chunk: Chunk) -> Iterator[str]:
-        """The same of what is used on the host: what is written there is worthless on the device."""
-        host = self.tiers.tiers[use.tier].name
-        tiers = self.where.setdefault(chunk, set())
-        if use.mode is not Mode.MAKE and use.tier not in tiers:
-            yield f"{step} needs chunk {chunk.chunk} of {_told(chunk)} on {host}, which has no copy of it."
-        if use.mode is Mode.READ:
-            return
-        self.lost.discard(chunk)
-        self.fetched.discard(chunk)
-        for tier in sorted(tiers - {use.tier}):
-            tiers.discard(tier)
-            self._give(chunk, tier)
-        if use.tier not in tiers:
-            tiers.add(use.tier)
-            yield from self._take(step, chunk, use.tier)
+            for other in sorted(tiers - {tier}):
+                tiers.discard(other)
+                self._give(chunk, other)
+        if tier not in tiers:
+            tiers.add(tier)
+            yield from self._take(step, chunk, tier)
 
     def _move(self, step: Instruction) -> Iterator[str]:
         assert step.page is not None, "FETCH and EVICT have a page"
@@ -304,49 +288,29 @@ def resident(
     items that are to be `paged`, each with its stage.
     """
     sizes = sizes or _weightless(program.num_stages)
-    if program.tiers_of(rank) is not None:
-        return _resident_in_tiers(program, rank, sizes, series=series)
-    ledger = _Ledger(program, rank, sizes, paged, series=series)
+    tiers = program.tiers_of(rank)
+    holding = None if tiers is None else Holding(program, rank)
+    ledger = _Ledger(program, rank, sizes, paged if tiers is None else tiers.chunks.keys(), series=series)
     index = 0
     entries: dict[_Like, _Entry] = {}
     for block in program.tracks[rank].blocks():
-        for instruction in block.instructions:
-            kind, stage, batch, microbatch, _, half, _, page, _ = instruction
+        for written in block.instructions:
+            step = written
+            if holding is not None:
+                step = written.shifted(block.batches, block.versions)
+                for _ in holding.start(step):
+                    pass
+                ledger.hold(holding)
+            kind, stage, batch, microbatch, _, half, _, page, _ = written
             what = kind, stage, half, page and page.item
             entry = entries.get(what)
             if entry is None:
-                entry = entries[what] = ledger.entry(instruction)
+                entry = entries[what] = ledger.entry(written)
             ledger.book(index, entry, batch + block.batches, microbatch)
+            if holding is not None:
+                holding.end(step)
             index += 1
-    return ledger.result()
-
-
-def _resident_in_tiers(program: Program, rank: int, sizes: Sizes, *, series: bool) -> Residency:
-    """The same for a rank that pages: chunks where they are, and the rest as always."""
-    tiers = program.tiers_of(rank)
-    assert tiers is not None, "the rank pages"
-    holding = Holding(program, rank)
-    ledger = _Ledger(program, rank, sizes, tiers.chunks.keys(), series=series)
-    entries: dict[_Like, _Entry] = {}
-    for index, step in enumerate(program.tracks[rank]):
-        for _ in holding.start(step):
-            pass
-        ledger.hold({item: count * tiers.chunk_bytes for item, count in holding.on_device.items()})
-        what = step.kind, step.stage, step.half, step.page and step.page.item
-        entry = entries.get(what)
-        if entry is None:
-            entry = entries[what] = ledger.entry(step)
-        ledger.book(index, entry, step.batch, step.microbatch)
-        holding.end(step)
-    result = ledger.result()
-    peaks = [result.peak_bytes, *(peak * tiers.chunk_bytes for peak in holding.peak[1:])]
-    return replace(
-        result,
-        tiers=tuple(
-            _TierUse(tier.name, tier.budget_bytes, peak, num * tiers.chunk_bytes)
-            for tier, peak, num in zip(tiers.tiers, peaks, holding.num_copied_in, strict=True)
-        ),
-    )
+    return ledger.result(holding)
 
 
 def gradient_sets(program: Program) -> tuple[int, ...]:
@@ -444,8 +408,8 @@ class _Ledger:
         self.peak_index = 0
         self.at_peak = list(self.kept)
         self.series: array[float] | None = array("d") if series else None
-        self.chunks = [0] * len(_WHAT)
-        """Bytes of chunks, in a rank that pages."""
+        self.chunks: Counter[Item] = Counter()
+        """The chunks on the device, in a rank that pages."""
 
     def _most_versions(self, stage: int) -> int:
         """The banks, and under FRESH the newest weights besides the trial versions."""
@@ -491,13 +455,12 @@ class _Ledger:
         entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry
 
-    def hold(self, chunks: dict[Item, int]) -> None:
-        """So many bytes of chunks are on the device."""
-        for item, num_bytes in chunks.items():
-            what = _ITEM_WHAT[item]
-            change = num_bytes - self.chunks[what]
-            self.chunks[what] = num_bytes
-            self.kept[what] += change
+    def hold(self, holding: Holding) -> None:
+        """The bytes of chunks on the device are those of a rank that pages."""
+        for item, count in holding.on_device.items():
+            change = (count - self.chunks[item]) * holding.tiers.chunk_bytes
+            self.chunks[item] = count
+            self.kept[_ITEM_WHAT[item]] += change
             self.bytes += change
 
     def book(self, index: int, entry: _Entry, batch: int, microbatch: int | None) -> None:
@@ -571,7 +534,16 @@ class _Ledger:
     def _message_bytes(self, forward: bool, stage: int) -> float:
         return (self.sizes.activation if forward else self.sizes.gradient_message)[stage]
 
-    def result(self) -> Residency:
+    def result(self, holding: Holding | None) -> Residency:
+        """What was found; chunks of a rank that pages are where they are."""
+        tiers: tuple[_TierUse, ...] = ()
+        if holding is not None:
+            size = holding.tiers.chunk_bytes
+            peaks = [self.peak_bytes, *(peak * size for peak in holding.peak[1:])]
+            tiers = tuple(
+                _TierUse(tier.name, tier.budget_bytes, peak, num * size)
+                for tier, peak, num in zip(holding.tiers.tiers, peaks, holding.num_copied_in, strict=True)
+            )
         return Residency(
             rank=self.rank,
             weight_versions=max(self.versions.values(), default=0),
@@ -581,4 +553,5 @@ class _Ledger:
             peak_index=self.peak_index,
             at_peak=dict(zip(_WHAT, self.at_peak, strict=True)),
             series=self.series,
+            tiers=tiers,
         )

@@ -11,10 +11,10 @@ from itertools import product
 from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.schedule.budgets import Budgets, TierTooSmallError
+from bireme.schedule.budgets import Budgets, TierTooSmallError, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate, schedule_named
 from bireme.schedule.generators.shape import Schedule, Shape
-from bireme.schedule.paging import page
+from bireme.schedule.paging import page_cut
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
@@ -142,16 +142,20 @@ def solve_paging(
     orders = ((False, False), (True, False), (False, True))[: 3 if may_be_apart else 2]
     for host_updates, ahead, (together, apart) in product(places, _TRIED, orders):
         try:
-            paged = page(
+            cut = cut_memory(
                 program,
                 costs.sizes(),
-                budgets,
-                ahead=ahead,
+                (budgets,) * program.num_ranks,
                 chunk_bytes=chunk_bytes,
+                host_updates=host_updates and not is_summed,  # what is summed stays on the device
+            )
+            paged = page_cut(
+                program,
+                cut,
+                ahead=ahead,
                 is_summed=is_summed,
                 updates_together=together,
                 updates_apart=apart,
-                host_updates=host_updates,
             )
         except TierTooSmallError as error:
             refused = refused or error

@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.machines.line import MeasuredLine
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
-from bireme.runtime.measuring.tier_speeds import (
+from bireme.runtime.measuring.probe import (
     check_disk_folder,
     free_disk_bytes,
     measured_disk_bytes_per_s,

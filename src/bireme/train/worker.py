@@ -23,11 +23,11 @@ from bireme.report.page.recorded import write_recorded
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.for_others import KEPT_BYTES
 from bireme.runtime.measuring.batch_end import replica_times
-from bireme.runtime.optimizers import OptimizerFactory, named_optimizer
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.replicas.launch import ReplicaOrder
-from bireme.runtime.settings import PipelineSettings
+from bireme.runtime.settings import PipelineSettings, named_optimizer
+from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint, step_after

@@ -43,7 +43,7 @@ from bireme.runtime.exchange.agent import ExchangeAgent
 from bireme.runtime.exchange.averaged import AveragedWeights, CodedDrifts, Moments
 from bireme.runtime.exchange.rounds import Offer, RoundLine, RoundSum
 from bireme.runtime.layout import AnyPlan, Layout
-from bireme.runtime.sharers import Sharers
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.snapshot import joined
 from bireme.runtime.stage import Stage
 from bireme.schedule.instruction import Instruction

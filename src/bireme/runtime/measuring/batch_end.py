@@ -27,10 +27,9 @@ from bireme.plan.plan import Plan
 from bireme.profile.measuring import BatchEndTimes
 from bireme.profile.timing import waited_s
 from bireme.runtime.fabric import DistFabric, Fabric, PipelineFabric
-from bireme.runtime.optimizers import named_optimizer
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.settings import PipelineSettings
-from bireme.runtime.sharers import Sharers
+from bireme.runtime.settings import PipelineSettings, named_optimizer
+from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage import LOSS, Stage
 from bireme.runtime.world import World
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message

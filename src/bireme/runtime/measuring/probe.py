@@ -5,14 +5,17 @@ units. What the measurements mean is inferred in `cluster/inference.py`, which i
 """
 
 import json
-import statistics
-import time
+import mmap
+import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,17 +26,13 @@ from bireme.cluster.device import Device
 from bireme.cluster.inference import Inferred, infer
 from bireme.cluster.machine import host_name, memory_bytes, num_cores
 from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
-from bireme.devices import synchronize
+from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
+from bireme.memory.disk_tier import HostTier, make_direct
+from bireme.memory.system_memory import chunk_memory
 from bireme.profile.control import device_here
 from bireme.runtime.launch import launch
-from bireme.runtime.measuring.tier_speeds import (
-    HostSpeed,
-    check_disk_folder,
-    free_disk_bytes,
-    measured_disk_bytes_per_s,
-    measured_host_speed,
-)
+from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 from bireme.runtime.world import World
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def message_s(line: _ProbeMember, pair: Flow, *, rounds: int, num_bytes: int = _
         message = line.buffer(num_bytes)
         other = destination if rank == source else source
         for _ in range(rounds + 1):
-            begin_s = time.perf_counter()
+            begin_s = perf_counter()
             if rank == source:
                 dist.send(message, other)
                 dist.recv(message, other)
@@ -104,8 +103,8 @@ def message_s(line: _ProbeMember, pair: Flow, *, rounds: int, num_bytes: int = _
                 dist.recv(message, other)
                 line.settle()
                 dist.send(message, other)
-            seconds.append(time.perf_counter() - begin_s)
-    own = statistics.median(seconds[1:]) / 2 if rank == source else 0.0
+            seconds.append(perf_counter() - begin_s)
+    own = median(seconds[1:]) / 2 if rank == source else 0.0
     return line.everyone([own])[0]
 
 
@@ -126,7 +125,7 @@ def rates(line: _ProbeMember, flows: Sequence[Flow], sizes: Sequence[int], *, se
     """
     rank = line.world.rank
     line.together()
-    ends_s = time.perf_counter() + seconds
+    ends_s = perf_counter() + seconds
     own_rates = [0.0] * len(flows)
 
     def work(number: int) -> None:
@@ -158,7 +157,7 @@ def _send(line: _ProbeMember, destination: int, num_bytes: int, ends_s: float) -
             work.wait()
             spare.append(message)
         message = spare.pop()
-        is_last = num_sent >= _LEAST_MESSAGES and time.perf_counter() >= ends_s
+        is_last = num_sent >= _LEAST_MESSAGES and perf_counter() >= ends_s
         message[0] = LAST if is_last else 0
         begun = dist.isend(message, destination)
         assert begun is not None
@@ -176,7 +175,7 @@ def _receive(line: _ProbeMember, source: int, num_bytes: int) -> float:
     while not come_s or int(message[0]) != LAST:
         dist.recv(message, source)
         line.settle()
-        come_s.append(time.perf_counter())
+        come_s.append(perf_counter())
     return (len(come_s) - 1) * num_bytes / (come_s[-1] - come_s[0])
 
 
@@ -188,12 +187,142 @@ def _all_reduce_s(line: _ProbeMember, num_ranks: int, num_bytes: int, *, rounds:
     if line.world.rank < num_ranks:
         numbers = torch.zeros(num_bytes // 4, device=line.world.device)
         for _ in range(rounds + 1):
-            begin_s = time.perf_counter()
+            begin_s = perf_counter()
             dist.all_reduce(numbers, group=group)
             line.settle()
-            seconds.append(time.perf_counter() - begin_s)
-    own = statistics.median(seconds[1:]) if line.world.rank == 0 else 0.0
+            seconds.append(perf_counter() - begin_s)
+    own = median(seconds[1:]) if line.world.rank == 0 else 0.0
     return line.everyone([own])[0]
+
+
+# How fast chunks travel on this machine: between a device and the host, and to a disk and back.
+
+_COPY_BYTES = 32 * 2**20
+_NUM_COPIES = 5
+_CHUNK_BYTES = 2**16
+_NUM_SMALL = 99
+_BLOCK_BYTES = 4 * 2**20
+_FEWEST_BLOCKS, _MOST_BLOCKS = 4, 64
+_DISK_S = 0.5
+"""For each direction, about."""
+_USABLE = 0.9
+"""The share of the free disk space that paging may fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpeed:
+    """How fast chunks go between a device and its host, the slower way. On a processor, `copy_s` is what each
+    copy takes besides its bytes, and `chunk_s` what mapping a slot beneath a chunk takes, or unmapping it.
+    """
+
+    bytes_per_s: float
+    copy_s: float = 0.0
+    chunk_s: float = 0.0
+
+
+def measured_host_speed(device: torch.device) -> HostSpeed:
+    """An accelerator copies from and to pinned memory. In a processor's memory a slot is mapped before the
+    copy, or unmapped after it, as chunks are.
+    """
+    if is_accelerator(device):
+        below = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        above = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+        rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
+        return HostSpeed(min(rates))
+    large = _Laps(device, _COPY_BYTES, _NUM_COPIES)
+    bytes_per_s = _COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
+    small = _Laps(device, _CHUNK_BYTES, _NUM_SMALL)
+    copied_s = max(median(small.up_s), median(small.down_s))
+    return HostSpeed(bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
+
+
+class _Laps:
+    """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping."""
+
+    def __init__(self, device: torch.device, num_bytes: int, num_copies: int) -> None:
+        memory, host, mover = (
+            chunk_memory(device, 1, num_bytes),
+            HostTier(num_bytes, device),
+            ThreadMover(device),
+        )
+        host.grow(1)
+        place = memory.reserve(1, 0)[:num_bytes]
+
+        def fetch() -> None:
+            memory.map(place, 0)
+            host.read(0, place)
+
+        def evict() -> None:
+            host.write(0, place)
+            memory.unmap(place)
+
+        self.up_s: list[float] = []
+        self.down_s: list[float] = []
+        self.mapped_s: list[float] = []
+        for _ in range(num_copies):
+            for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
+                begin_s = perf_counter()
+                job = CopyJob((0, copy is fetch), num_bytes, copy, is_quick=True)
+                mover.post(job)
+                mover.wait(job)
+                seconds.append(perf_counter() - begin_s)
+            begin_s = perf_counter()
+            memory.map(place, 0)
+            memory.unmap(place)
+            self.mapped_s.append(perf_counter() - begin_s)
+
+
+def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
+    seconds = []
+    for _ in range(_NUM_COPIES):
+        begin_s = perf_counter()
+        to.copy_(source)
+        synchronize(device)
+        seconds.append(perf_counter() - begin_s)
+    return _COPY_BYTES / min(seconds)
+
+
+def check_disk_folder(folder: Path, name: str) -> None:
+    """Refuse what is no folder that can be written to; `name` is the key that names it."""
+    if not folder.is_dir():
+        raise BiremeError(f"{name} is {folder}, which is not a folder. Make it, or name another.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BiremeError(f"{name} is {folder}, which cannot be written to. Name another folder.")
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """What paging may fill of the disk that a folder is on."""
+    space = os.statvfs(folder)
+    return int(space.f_bavail * space.f_frsize * _USABLE)
+
+
+def measured_disk_bytes_per_s(folder: Path) -> float:
+    """The slower of writing and reading blocks in a folder, past the system's cache where that can be.
+
+    The file has no name and is gone whatever happens.
+    """
+    block = mmap.mmap(-1, _BLOCK_BYTES)  # at the begin of a page, as direct files want it
+    block.write(os.urandom(2**16) * (_BLOCK_BYTES // 2**16))
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            number = file.fileno()
+            make_direct(number)
+            begin_s = perf_counter()
+            count = 0
+            while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
+                os.pwrite(number, block, count * _BLOCK_BYTES)
+                count += 1
+            os.fsync(number)
+            written_s = perf_counter() - begin_s
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            begin_s = perf_counter()
+            for place in range(count):
+                os.preadv(number, [block], place * _BLOCK_BYTES)
+            read_s = perf_counter() - begin_s
+    except OSError as error:
+        raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
+    return count * _BLOCK_BYTES / max(written_s, read_s)
 
 
 MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
@@ -257,42 +386,10 @@ class _Probe:
             )
         return (*told, *self.inferred.notes)
 
-    def document(self) -> dict[str, Any]:
-        """What was measured, as plain data."""
-        found = self.measurements
-        names = [placed.name for placed in self.inferred.cluster.devices()]
-        return {
-            "error": self.inferred.error,
-            "notes": list(self.inferred.notes),
-            "speeds": {name: one.speed for name, one in zip(names, found.devices, strict=True)},
-            "pairs": [
-                {
-                    "from": names[a],
-                    "to": names[b],
-                    "bytes_per_s": found.alone(a, b),
-                    "latency_s": found.latency_s[a, b],
-                    "by_size": [list(point) for point in found.by_size.get((min(a, b), max(a, b)), ())],
-                }
-                for a, b in found.latency_s
-            ],
-            "experiments": [
-                {
-                    "flows": [[names[a], names[b]] for a, b in one.flows],
-                    "bytes_per_s": list(one.bytes_per_s),
-                }
-                for one in found.experiments
-            ],
-            "all_reduces": [asdict(one) for one in found.all_reduces],
-        }
-
-
-def _silent(_done: float, _what: str) -> None:
-    """Show nothing."""
-
 
 def _no_bar(_first: str) -> AbstractContextManager[Progress]:
     """Of the ranks other than the first, and of callers that show no bar."""
-    return nullcontext(_silent)
+    return nullcontext(lambda _done, _what: None)
 
 
 def probe_here(
@@ -368,11 +465,7 @@ def _devices(
     line.together()
     own_s = _unit_seconds(world, setting)
     told = {"host": host_name(), "device": asdict(own), "seconds": own_s}
-    world.store.set(f"probe/{world.rank}", json.dumps(told))
-    line.together()
-    all_told: list[dict[str, Any]] = [
-        json.loads(world.store.get(f"probe/{rank}")) for rank in range(world.size)
-    ]
+    all_told = _all_told(world, line, "devices", told)
     hosts = tuple(str(one["host"]) for one in all_told)
     devices = []
     for one in all_told:
@@ -399,19 +492,25 @@ class _Tiers:
 
 def _tiers(world: World, line: _ProbeMember, hosts: tuple[str, ...], folder: Path) -> dict[str, _Tiers]:
     """Of each server, measured by its first rank while the others of it wait."""
-    place = hosts.index(hosts[world.rank])
-    if place == world.rank:
+    own: dict[str, Any] = {}
+    if hosts.index(hosts[world.rank]) == world.rank:
         found = _Tiers(
             measured_host_speed(world.device),
             memory_bytes() if world.device.type != "cpu" else 0,
             free_disk_bytes(folder),
             measured_disk_bytes_per_s(folder),
         )
-        world.store.set(f"probe/tiers/{world.rank}", json.dumps(asdict(found)))
-    line.together()
-    first = {host: hosts.index(host) for host in hosts}
-    told = {host: json.loads(world.store.get(f"probe/tiers/{rank}")) for host, rank in first.items()}
+        own = asdict(found)
+    all_told = _all_told(world, line, "tiers", own)
+    told = {host: all_told[hosts.index(host)] for host in hosts}
     return {host: _Tiers(**one | {"host": HostSpeed(**one["host"])}) for host, one in told.items()}
+
+
+def _all_told(world: World, line: _ProbeMember, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank has found, by rank."""
+    world.store.set(f"probe/{what}/{world.rank}", json.dumps(own))
+    line.together()
+    return [json.loads(world.store.get(f"probe/{what}/{rank}")) for rank in range(world.size)]
 
 
 def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
@@ -491,7 +590,7 @@ def _links(
         progress(done, f"flows {number + 1} of {len(experiments)}: {_shown(flows)}")
         own = [sizes[flow] for flow in flows]
         laps = [rates(line, flows, own, seconds=flow_s) for _ in range(_REPEATS)]
-        found.append(Experiment(flows, tuple(statistics.median(same) for same in zip(*laps, strict=True))))
+        found.append(Experiment(flows, tuple(median(same) for same in zip(*laps, strict=True))))
     progress(1.0, "sums over groups")
     # A message is as late one way as the other, as far as anyone can tell without a common clock.
     even = {(a, b): (late_s[a, b] + late_s[b, a]) / 2 for a, b in late_s}

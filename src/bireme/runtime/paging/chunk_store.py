@@ -43,9 +43,8 @@ class _Ranges:
         self._left: dict[_Key, int] = {}
         self.most_left_bytes = 0
         """The most bytes that stashes had no room for at a time."""
-        self._by_address: dict[int, tuple[AddressRange, Item, int]] = {}
-        self._number_of: dict[int, int] = {}
-        """The numbers of ranges by their addresses, of those that are lent for now."""
+        self._by_address: dict[int, tuple[AddressRange, _Key]] = {}
+        """The ranges with what they are lent to, or were last, by their addresses."""
         self.reserve_gradients: dict[int, Callable[[int], ArenaAllocator]] = {}
         """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
 
@@ -59,14 +58,14 @@ class _Ranges:
 
     def more(self, item: Item, stage: int) -> ArenaAllocator:
         """A range that is not lent yet; torch's allocator where the item is not paged."""
-        return self._made(item, stage) if self.has(item, stage) else PLAIN
+        return self._made((item, stage, 0)) if self.has(item, stage) else PLAIN
 
     def of(self, key: _Key) -> AddressRange:
         """The range of an item, which gets one if it has none."""
         found = self._of.get(key)
         if found is None:
             found = self._of[key] = self._lent(*key)
-            self._number_of[found.bytes.data_ptr()] = key[2]
+            self._by_address[found.bytes.data_ptr()] = found, key
         return found
 
     def place(self, chunk: Chunk) -> Tensor:
@@ -85,22 +84,20 @@ class _Ranges:
         self._left[key] = self._left.get(key, 0) + num_bytes
         self.most_left_bytes = max(self.most_left_bytes, sum(self._left.values()))
 
-    def find(self, tensor: Tensor) -> tuple[AddressRange, Item, int, int] | None:
-        """The range that a tensor lies in, with its item, stage and number."""
-        address = tensor.untyped_storage().data_ptr()
-        found = self._by_address.get(address)
-        return None if found is None else (*found, self._number_of[address])
+    def find(self, tensor: Tensor) -> tuple[AddressRange, _Key] | None:
+        """The range that a tensor lies in, and the item that it is lent to."""
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in any range."""
-        return tensor.untyped_storage().data_ptr() in self._by_address
+        return self.find(tensor) is not None
 
     @property
     def beyond_bytes(self) -> int:
         """The bytes that chunks had no room for: what is there for good, and the most of what comes and
         goes.
         """
-        return sum(one.beyond_bytes for one, _, _ in self._by_address.values()) + self.most_left_bytes
+        return sum(one.beyond_bytes for one, _ in self._by_address.values()) + self.most_left_bytes
 
     def _lent(self, item: Item, stage: int, number: int) -> AddressRange:
         if item is Item.GRADIENT:
@@ -108,11 +105,11 @@ class _Ranges:
             assert isinstance(found, AddressRange), "sums of a stage that is paged lie in ranges"
             return found
         free = self._free_stashes.get(stage) if item is Item.STASH else None
-        return free.pop() if free else self._made(item, stage)
+        return free.pop() if free else self._made((item, stage, number))
 
-    def _made(self, item: Item, stage: int) -> AddressRange:
-        made = AddressRange(self._memory, self._num_chunks[item, stage])
-        self._by_address[made.bytes.untyped_storage().data_ptr()] = made, item, stage
+    def _made(self, key: _Key) -> AddressRange:
+        made = AddressRange(self._memory, self._num_chunks[key[:2]])
+        self._by_address[made.bytes.data_ptr()] = made, key
         return made
 
 
@@ -416,27 +413,25 @@ class ChunkStore:
 
     def carry(self, chunk: Chunk, tier: int) -> None:
         """Have a chunk on just one tier, which has room; between windows, and at once."""
+        held = self._put(chunk, tier)
+        self.drop(chunk, held, [one for one in held.where if one != tier])
+
+    def bring(self, chunk: Chunk) -> None:
+        """Copy a chunk to the device, which has room, and wait; to be called between windows."""
+        self._put(chunk, 0)
+
+    def _put(self, chunk: Chunk, tier: int) -> HeldChunk:
+        """Have a chunk on a tier too."""
         held = self.held(chunk)
         self.wait(held.last)
         held.arrival = self.last_read = None
-        others = [one for one in held.where if one != tier]
         if tier not in held.where:
             source = min(held.where, default=None)
             self._make_place(chunk, held, tier)
             if source is not None:
                 self._copy(chunk, source, tier)
-        self.drop(chunk, held, others)
         synchronize(self.device)
-
-    def bring(self, chunk: Chunk) -> None:
-        """Copy a chunk to the device, which has room, and wait; to be called between windows."""
-        held = self.held(chunk)
-        self.wait(held.last)
-        held.arrival = self.last_read = None
-        source = min(held.where)
-        self.map_new(chunk, held)
-        self._copy(chunk, source, 0)
-        synchronize(self.device)
+        return held
 
     @torch.no_grad()
     def change(self, chunk: Chunk, place: slice, content: Tensor) -> None:
@@ -548,14 +543,13 @@ class ChunkStore:
         """The bytes that instructions have copied into a tier."""
         return sum(count for (into, _), count in self.moved_bytes.items() if into == tier)
 
-    def wire_below(self, tier: int) -> tuple[int, float]:
-        """The bytes that instructions have copied from a tier to the one below and back, and the seconds that
-        took.
+    def wire_above(self, tier: int) -> tuple[int, float]:
+        """The bytes that instructions have copied from the tier above to a tier and back, and the seconds
+        that took; nothing of the device's.
         """
-        both = (tier + 1, False), (tier, True)
-        return sum(self.moved_bytes.get(one, 0) for one in both), sum(
-            self.copied_s.get(one, 0.0) for one in both
-        )
+        both = (tier, False), (tier - 1, True)
+        num_bytes = sum(self.moved_bytes.get(one, 0) for one in both)
+        return num_bytes, sum(self.copied_s.get(one, 0.0) for one in both)
 
     def close(self) -> None:
         """End the mover. What there is can still be read."""

@@ -1,9 +1,10 @@
-"""Paging of one rank: the face of this package to the engine."""
+"""Offloading on one rank: what FETCH and EVICT do, and what every other instruction waits for.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+It keeps the same account as `schedule/residency.py`, which proves programs, with slots and jobs in it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -11,223 +12,14 @@ from torch import Tensor
 
 from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
-from bireme.memory.arena import PLAIN, ArenaAllocator
-from bireme.memory.system_memory import ALIGNED, give_back_large_blocks
-from bireme.runtime.optimizers import StageMemory, Stash
-from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
-from bireme.runtime.paging.pager import PagedStash, Pager
-from bireme.schedule.instruction import Instruction, Item
+from bireme.memory.system_memory import give_back_large_blocks
+from bireme.runtime.paging.chunk_store import ChunkStore, CopyJob, HeldChunk, PagingSettings
+from bireme.runtime.paging.stage_memory import StageMemory, paged_memory
+from bireme.schedule.accesses import ChunkUses, Mode
+from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.residency import copied_in_bytes
+from bireme.schedule.residency import chunk_of, copied_in_bytes
 from bireme.schedule.tiers import Chunk, RankTiers
-
-# Between windows: chunks are put where the next one begins, opened to be written, read where they are.
-
-
-def arrange(store: ChunkStore, begin: Mapping[Chunk, int]) -> None:
-    """Put every chunk on the tier where a window begins with it, and on no other.
-
-    A chunk that the window does not know stays, on the lowest tier, in a slot besides those that the window
-    counts with. Of one that there is not yet, only a slot is there. No tier ever holds more than it can:
-    where nothing else helps, two chunks change places.
-    """
-    lowest = len(store.pools) - 1
-    unknown = store.chunks.keys() - begin.keys()
-    store.keep_slots(lowest, len(unknown))
-    target = dict.fromkeys(unknown, lowest) | dict(begin)
-    for chunk in target:
-        _leave_but_one(store, chunk, target[chunk])
-    waiting = sorted(target, key=lambda chunk: (-target[chunk], chunk))
-    while waiting:
-        left = [chunk for chunk in waiting if not _carried(store, chunk, target[chunk])]
-        if len(left) == len(waiting):
-            # All full. Each time one more comes to its place, so this ends.
-            _let_in(store, left, target)
-        waiting = left
-
-
-def _leave_but_one(store: ChunkStore, chunk: Chunk, target: int) -> None:
-    """Give back a chunk's slots but the one nearest to its target."""
-    where = store.held(chunk).where
-    if len(where) > 1:
-        store.carry(chunk, min(where, key=lambda tier: abs(tier - target)))
-
-
-def _carried(store: ChunkStore, chunk: Chunk, tier: int) -> bool:
-    if tier not in store.chunks[chunk].where and not store.has_room(tier):
-        return False
-    store.carry(chunk, tier)
-    return True
-
-
-def _let_in(store: ChunkStore, left: Sequence[Chunk], target: Mapping[Chunk, int]) -> None:
-    """Bring the first chunk to its tier, which is full: another that is there on its way elsewhere goes."""
-    chunk = left[0]
-    tier = target[chunk]
-    other = next((one for one in left if tier in store.held(one).where), None)
-    room = next((free for free in reversed(range(len(store.pools))) if store.has_room(free)), None)
-    here = next(iter(store.held(chunk).where), room)
-    if other is None or here is None:
-        name, capacity = store.tiers.tiers[tier].name, store.tiers.tiers[tier].capacity
-        raise BiremeError(
-            f"A window begins with more chunks on {name} than the {capacity} that it has room for. "
-            "`bireme schedule --check` proves programs."
-        )
-    if room is not None:
-        store.carry(other, room)
-        store.carry(chunk, tier)
-    else:
-        store.lift(other)
-        store.carry(chunk, tier)
-        store.put_down(other, here)
-
-
-@contextmanager
-def opened(store: ChunkStore, item: Item, stage: int, number: int) -> Iterator[None]:
-    """Within this context all chunks of an item are on the device, be they new; afterwards they are as low as
-    there is room. What is only ever used on the host is lent from there.
-    """
-    num_chunks = store.tiers.chunks.get((item, stage), 0)
-    chunks = [Chunk(item, stage, number, place) for place in range(num_chunks)]
-    store.opened.update(chunks)
-    if item is Item.OPTIMIZER and stage in store.tiers.host_updates:
-        lent_places = []
-        for chunk in chunks:
-            _make_room_on_host(store)
-            store.carry(chunk, 1)
-            lent_places.append(store.lend_host(chunk))
-        yield
-        store.opened.difference_update(chunks)
-        for place in lent_places:
-            store.memory.unmap(place)
-        return
-    for chunk in chunks:
-        if 0 not in store.held(chunk).where:
-            _make_room(store)
-        store.carry(chunk, 0)  # and nowhere else: it may be written to
-    yield
-    store.opened.difference_update(chunks)
-    for chunk in chunks:
-        _stow(store, chunk)
-
-
-@contextmanager
-def lent(store: ChunkStore, items: Sequence[tuple[Item, int, int]]) -> Iterator[bool]:
-    """Within this context items, each with its stage and number, can be read on the device, and are on the
-    tiers below too; False if the device has no room for them.
-    """
-    chunks = [
-        Chunk(item, stage, number, place)
-        for item, stage, number in items
-        for place in range(store.tiers.chunks.get((item, stage), 0))
-    ]
-    store.opened.update(chunks)
-    brought: list[Chunk] = []
-    has_room = True
-    for chunk in chunks:
-        if 0 not in store.chunks[chunk].where:
-            _make_room(store)
-            if not store.pools[0].num_free:
-                has_room = False
-                break
-            store.bring(chunk)
-            brought.append(chunk)
-    try:
-        yield has_room
-    finally:
-        store.opened.difference_update(chunks)
-        for chunk in brought:
-            store.drop(chunk, store.chunks[chunk], (0,))
-
-
-def _make_room(store: ChunkStore) -> None:
-    if store.pools[0].num_free:
-        return
-    for chunk, held in store.chunks.items():
-        if 0 in held.where and chunk not in store.opened and _stow(store, chunk):
-            return
-
-
-def _make_room_on_host(store: ChunkStore) -> None:
-    if store.has_room(1):
-        return
-    for chunk, held in store.chunks.items():
-        if (
-            set(held.where) == {1}
-            and chunk not in store.opened
-            and len(store.pools) == 3
-            and store.has_room(2)
-        ):
-            store.carry(chunk, 2)
-            return
-
-
-def _stow(store: ChunkStore, chunk: Chunk) -> bool:
-    """Take a chunk off the device, if a tier below has it or any has room."""
-    held = store.chunks[chunk]
-    if len(held.where) > 1:
-        store.wait(held.last)
-        held.arrival = None
-        store.drop(chunk, held, (0,))
-        return True
-    tier = next((one for one in range(1, len(store.pools)) if store.has_room(one)), None)
-    if tier is None:
-        return False
-    store.carry(chunk, tier)
-    return True
-
-
-def read(store: ChunkStore, tensor: Tensor) -> Tensor:
-    """A copy of a tensor that lies in a range, of whatever tiers its chunks are on; others as they are."""
-    if not store.ranges.holds(tensor):
-        return tensor
-    copy = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-    for piece in _pieces(store, tensor):
-        whole = piece.beyond if piece.chunk is None else store.content(piece.chunk)
-        copy[piece.of_tensor].copy_(whole[piece.of_chunk])
-    return copy.view(tensor.dtype).view(tensor.shape)
-
-
-def put_back(store: ChunkStore, tensor: Tensor, changed: Tensor) -> None:
-    """Have a tensor that lies in a range be what was read of it and changed, on every tier that has a copy;
-    others were changed where they are.
-    """
-    if not store.ranges.holds(tensor):
-        return
-    flat = changed.reshape(-1).view(torch.uint8)
-    for piece in _pieces(store, tensor):
-        if piece.chunk is None:
-            piece.beyond[piece.of_chunk].copy_(flat[piece.of_tensor])
-        else:
-            store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
-
-
-@dataclass(frozen=True, slots=True)
-class _ByteRange:
-    """Bytes of a tensor that lie in a chunk, or in what is `beyond` the chunks of its range."""
-
-    chunk: Chunk | None
-    beyond: Tensor
-    of_chunk: slice
-    of_tensor: slice
-
-
-def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
-    """The bytes of a tensor that lies in a range, chunk by chunk."""
-    found = store.ranges.find(tensor)
-    assert found is not None, "it lies in a range"
-    own, item, stage, number = found
-    size, paged_bytes = own.chunk_bytes, own.num_chunks * own.chunk_bytes
-    begin = at = tensor.storage_offset() * tensor.itemsize
-    end = begin + tensor.nbytes
-    while at < end:
-        place = at // size if at < paged_bytes else None
-        first = paged_bytes if place is None else place * size
-        until = end if place is None else min(end, first + size)
-        chunk = None if place is None else Chunk(item, stage, number, place)
-        beyond = own.bytes[paged_bytes:]
-        yield _ByteRange(chunk, beyond, slice(at - first, until - first), slice(at - begin, until - begin))
-        at = until
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,34 +81,55 @@ class RankPaging:
         tiers = settled.tiers_of(rank)
         assert tiers is not None, "the rank pages"
         self._program, self._rank, self._window = settled, rank, settled
+        self._uses = ChunkUses(settled, tiers)
         self._predicted_bytes = [0] * len(tiers.tiers)
         self._begin_s = self._window_s = 0.0
+        self._waited_s = 0.0
+        """For how long instructions have waited for chunks."""
+        self._lent: list[Tensor] = []
+        """The places of chunks that lie on the host for the instruction under way."""
         if not is_accelerator(device):
             give_back_large_blocks()
         self._store = ChunkStore(settled, rank, tiers, device, settings)
-        self._pager = Pager(settled, self._store)
-        self._memory: dict[int, _PagedStage] = {}
 
-    def stage(self, stage: int) -> "_PagedStage":
+    def stage(self, stage: int) -> StageMemory:
         """The memory of a stage."""
-        return self._memory.setdefault(stage, _PagedStage(self._store, stage, self._program.num_microbatches))
+        return paged_memory(self._store, stage, self._program.num_microbatches)
 
     def around(
         self, action: Callable[[Instruction], None], begins: Callable[[], None]
     ) -> Callable[[Instruction], None]:
-        """The action with what it uses on the device; `begins` is told when the work begins."""
+        """The action with what it uses where it uses it; `begins` is told when the work begins."""
+        store = self._store
 
         def run(step: Instruction) -> None:
-            self._pager.start(step)
+            used, before_s = self._uses.of(step), store.waited_s
+            for use, chunks in used:
+                bring = self._use_on_host if use.tier else self._use
+                for chunk in chunks:
+                    bring(step, chunk, use.mode)
+            self._waited_s += store.waited_s - before_s
             begins()
             action(step)
-            self._pager.end(step)
+            while self._lent:
+                store.memory.unmap(self._lent.pop())
+            for use, _ in used:
+                if use.ends:
+                    store.end(use.item, use.stage, use.number)
 
         return run
 
     def move(self, step: Instruction) -> None:
-        """Run a FETCH or an EVICT."""
-        self._pager.move(step)
+        """Run a FETCH or an EVICT: post what it copies."""
+        assert step.page is not None, "FETCH and EVICT have a page"
+        chunk, tier = chunk_of(self._program, step), step.page.tier
+        held = self._store.held(chunk)
+        if step.kind is Kind.FETCH:
+            self._fetch(chunk, held, tier)
+        elif step.page.is_copied:
+            self._write_back(chunk, held, tier)
+        else:
+            self._store.drop(chunk, held, (tier,))
 
     def begin(self, window: Program, tiers: RankTiers) -> None:
         """A window begins, with chunks on these tiers; nothing is under way."""
@@ -335,87 +148,169 @@ class RankPaging:
         """What there is to tell of each tier, the device's first, once all copies are made."""
         store = self._store
         store.settle()
-        device, *lower = store.tiers.tiers
-        found = [
+        return tuple(
             TierMoves(
-                device.name,
-                device.budget_bytes,
-                store.peak_bytes(0),
-                self._predicted_bytes[0],
-                store.bytes_into(0),
-                waited_s=self._pager.waited_s,
-                window_s=self._window_s,
+                tier.name,
+                tier.budget_bytes,
+                store.peak_bytes(number),
+                self._predicted_bytes[number],
+                store.bytes_into(number),
+                *store.wire_above(number),
+                waited_s=0.0 if number else self._waited_s,
+                window_s=0.0 if number else self._window_s,
             )
-        ]
-        for number, tier in enumerate(lower, 1):
-            peak_bytes, into = store.peak_bytes(number), store.bytes_into(number)
-            predicted = self._predicted_bytes[number]
-            copied = store.wire_below(number - 1)
-            found.append(TierMoves(tier.name, tier.budget_bytes, peak_bytes, predicted, into, *copied))
-        return tuple(found)
+            for number, tier in enumerate(store.tiers.tiers)
+        )
 
     def close(self) -> None:
         """End what copies."""
         self._store.close()
 
+    def _use_on_host(self, step: Instruction, chunk: Chunk, mode: Mode) -> None:
+        """Have the host's slot of a chunk beneath its place, unless the chunk is on the device too."""
+        store = self._store
+        held = store.held(chunk)
+        store.wait(held.last)
+        if mode is not Mode.READ:
+            store.drop(chunk, held, [tier for tier in held.where if tier != 1])
+        if 1 not in held.where:
+            if mode is not Mode.MAKE:
+                raise RuntimeError(f"{step} needs chunk {chunk.chunk} of its {chunk.item} on the host.")
+            slot, after = store.take(1)
+            store.wait(after)
+            held.where[1] = slot
+        if 0 not in held.where:
+            self._lent.append(store.lend_host(chunk))
 
-class _PagedStage(StageMemory):
-    """Memory of a stage in ranges of addresses, for the items that are paged."""
+    def _use(self, step: Instruction, chunk: Chunk, mode: Mode) -> None:
+        """Have a chunk on the device."""
+        store = self._store
+        held = store.chunks.get(chunk)
+        if held is None:
+            if mode not in (Mode.MAKE, Mode.ADD):
+                raise RuntimeError(
+                    f"{step} needs chunk {chunk.chunk} of its {chunk.item}, which no tier has."
+                )
+            held = store.held(chunk)
+        if held.arrival is not None:
+            store.wait(held.arrival)
+            held.arrival = None
+        if mode is not Mode.READ:
+            store.drop(chunk, held, [tier for tier in held.where if tier])
+        if 0 not in held.where:
+            if held.where or mode is Mode.READ or mode is Mode.CHANGE:
+                raise RuntimeError(f"{step} needs chunk {chunk.chunk} of its {chunk.item} on the device.")
+            store.map_new(chunk, held)
 
-    is_paged = True
+    def _fetch(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
+        store = self._store
+        lower, source = store.lower[tier], held.where[tier + 1]
+        slot, after = store.take(tier)
+        place = store.ranges.place(chunk) if tier == 0 else store.host.bytes_of(slot)
 
-    def __init__(self, store: ChunkStore, stage: int, num_microbatches: int) -> None:
-        self._store, self._stage = store, stage
-        self._num_microbatches = num_microbatches
-        self.has_master = store.tiers.master
+        def copy() -> None:
+            if tier == 0:
+                store.memory.map(place, slot)
+            lower.read(source, place)
 
-    def allocator(self, item: Item, number: int = 0) -> ArenaAllocator:
-        return self._store.ranges.allocator(item, self._stage, number)
+        job = self._post(held, tier, after, copy, is_fetch=True)
+        held.where[tier] = slot
+        if tier == 0:
+            held.arrival = job
 
-    def gradients(self) -> ArenaAllocator:
-        return self._store.ranges.more(Item.GRADIENT, self._stage)
+    def _write_back(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
+        store = self._store
+        lower, source = store.lower[tier], held.where.pop(tier)
+        slot, after = store.take(tier + 1)
+        place = store.ranges.place(chunk) if tier == 0 else store.host.bytes_of(source)
 
-    def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        allocator = self.allocator(Item.FROZEN)
-        if allocator is PLAIN:
-            return weights
-        # Those that leave a gap after them come last.
-        names = sorted(weights, key=lambda name: weights[name].nbytes % ALIGNED != 0)
-        flat = {
-            name: allocator.carve(one.numel(), one.dtype, one.device)
-            for name, one in ((name, weights[name]) for name in names)
-        }
-        with self.opened(Item.FROZEN):
-            for name, one in flat.items():
-                one.view(weights[name].shape).copy_(weights[name])
-        return {name: flat[name].view(weights[name].shape) for name in weights}
+        def copy() -> None:
+            lower.write(slot, place)
+            if tier == 0:
+                store.memory.unmap(place)
 
-    def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
-        self._store.ranges.reserve_gradients[self._stage] = reserve
+        job = self._post(held, tier, after, copy, is_fetch=False)
+        held.where[tier + 1] = slot
+        store.pools[tier].give(source, job)
 
-    def stash(self, batch: int, microbatch: int) -> Stash:
-        ranges = self._store.ranges
-        if not ranges.has(Item.STASH, self._stage):
-            return super().stash(batch, microbatch)
-        number = batch * self._num_microbatches + microbatch
-        key = Item.STASH, self._stage, number
-        return PagedStash(ranges.of(key), ranges.holds, partial(ranges.leave, key))
+    def _post(
+        self, held: HeldChunk, tier: int, after: CopyJob | None, copy: Callable[[], None], *, is_fetch: bool
+    ) -> CopyJob:
+        """Have a copy between a tier and the one below made, once its slot is free and the chunk's last job
+        is done; what it has copied is counted.
+        """
+        store = self._store
+        num_bytes, moved, copied_s = store.tiers.chunk_bytes, store.moved_bytes, store.copied_s
+        counted = tier if is_fetch else tier + 1, is_fetch
 
-    def lasting(self, tensor: Tensor) -> Tensor:
-        """As `StageMemory` says: what passes a stage unchanged lies in its activations."""
-        return tensor.clone() if self._store.ranges.holds(tensor) else tensor
+        def note(seconds: float) -> None:
+            copied_s[counted] = copied_s.get(counted, 0.0) + seconds
+            moved[counted] = moved.get(counted, 0) + num_bytes
 
-    def opened(self, item: Item, number: int = 0) -> AbstractContextManager[None]:
-        return opened(self._store, item, self._stage, number)
+        is_disk = store.tiers.tiers[tier + 1].name == "disk"
+        needs = tuple(job for job in (after, held.last) if job is not None)
+        job = CopyJob((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
+        job.is_quick = not is_disk and store.copies_itself
+        store.post(held, job)
+        return job
 
-    def lent(self, items: Sequence[tuple[Item, int]]) -> AbstractContextManager[bool]:
-        return lent(self._store, [(item, self._stage, number) for item, number in items])
 
-    def read(self, tensor: Tensor) -> Tensor:
-        return read(self._store, tensor)
+# Between windows: every chunk is put where the next one begins.
 
-    def put_back(self, tensor: Tensor, changed: Tensor) -> None:
-        put_back(self._store, tensor, changed)
 
-    def end(self, item: Item, number: int) -> None:
-        self._store.end(item, self._stage, number)
+def arrange(store: ChunkStore, begin: Mapping[Chunk, int]) -> None:
+    """Put every chunk on the tier where a window begins with it, and on no other.
+
+    A chunk that the window does not know stays, on the lowest tier, in a slot besides those that the window
+    counts with. Of one that there is not yet, only a slot is there. No tier ever holds more than it can:
+    where nothing else helps, two chunks change places.
+    """
+    lowest = len(store.pools) - 1
+    unknown = store.chunks.keys() - begin.keys()
+    store.keep_slots(lowest, len(unknown))
+    target = dict.fromkeys(unknown, lowest) | dict(begin)
+    for chunk in target:
+        _leave_but_one(store, chunk, target[chunk])
+    waiting = sorted(target, key=lambda chunk: (-target[chunk], chunk))
+    while waiting:
+        left = [chunk for chunk in waiting if not _carried(store, chunk, target[chunk])]
+        if len(left) == len(waiting):
+            # All full. Each time one more comes to its place, so this ends.
+            _let_in(store, left, target)
+        waiting = left
+
+
+def _leave_but_one(store: ChunkStore, chunk: Chunk, target: int) -> None:
+    """Give back a chunk's slots but the one nearest to its target."""
+    where = store.held(chunk).where
+    if len(where) > 1:
+        store.carry(chunk, min(where, key=lambda tier: abs(tier - target)))
+
+
+def _carried(store: ChunkStore, chunk: Chunk, tier: int) -> bool:
+    if tier not in store.chunks[chunk].where and not store.has_room(tier):
+        return False
+    store.carry(chunk, tier)
+    return True
+
+
+def _let_in(store: ChunkStore, left: Sequence[Chunk], target: Mapping[Chunk, int]) -> None:
+    """Bring the first chunk to its tier, which is full: another that is there on its way elsewhere goes."""
+    chunk = left[0]
+    tier = target[chunk]
+    other = next((one for one in left if tier in store.held(one).where), None)
+    room = next((free for free in reversed(range(len(store.pools))) if store.has_room(free)), None)
+    here = next(iter(store.held(chunk).where), room)
+    if other is None or here is None:
+        name, capacity = store.tiers.tiers[tier].name, store.tiers.tiers[tier].capacity
+        raise BiremeError(
+            f"A window begins with more chunks on {name} than the {capacity} that it has room for. "
+            "`bireme schedule --check` proves programs."
+        )
+    if room is not None:
+        store.carry(other, room)
+        store.carry(chunk, tier)
+    else:
+        store.lift(other)
+        store.carry(chunk, tier)
+        store.put_down(other, here)

@@ -18,7 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,70 +282,68 @@ class _Replica:
         return None if found is None else [pickle.loads(one) for one in found]
 
 
+@dataclass(eq=False)
 class _Supervision:
     """Watches over the replicas of a run until one of them is done."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        here: LaunchHost,
-        settings: CoordinatorSettings,
-        crew_of: Callable[..., Crew],
-        contact: HostContact | None,
-        tail: LedgerTail,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._launcher, self._here, self._settings = launcher, here, settings
-        self._crew_of, self._contact, self._tail, self._tell = crew_of, contact, tail, tell
-        self._coordinator = here.coordinator
-        self._replicas = [_Replica(part, here.first_life) for part in here.parts]
-        self._failed: dict[str, int] = {}
-        """The samples that replicas failed with, and which replica that was."""
+    launcher: Launcher
+    here: LaunchHost
+    settings: CoordinatorSettings
+    crew_of: Callable[..., Crew]
+    contact: HostContact | None
+    tail: LedgerTail
+    tell: Callable[[str], None]
+    failed: dict[str, int] = field(default_factory=dict)
+    """The samples that replicas failed with, and which replica that was."""
+
+    def __post_init__(self) -> None:
+        self.coordinator = self.here.coordinator
+        self.replicas = [_Replica(part, self.here.first_life) for part in self.here.parts]
 
     def results(self) -> _Launched:
         """The results of the replicas, once one is done and the others that train have ended. There are none
         if no replica of this host trained when the run ended on the others.
         """
-        if self._contact is not None:
-            for one in self._replicas if self._here.first_life else ():
-                self._contact.observer.ended(one.life)  # and those before it
-        for one in self._replicas:
+        if self.contact is not None:
+            for one in self.replicas if self.here.first_life else ():
+                self.contact.observer.ended(one.life)  # and those before it
+        for one in self.replicas:
             self._begin(one)
-        if self._contact is not None:
-            self._contact.observer.start()  # so that its first notice has the proposals of this host
+        if self.contact is not None:
+            self.contact.observer.start()  # so that its first notice has the proposals of this host
         while True:
             self._tend_coordinator()
             self._note_members()
             if self._done() or self._is_over_elsewhere or self._has_ended_unheard():
                 self._part()
-                self._tail.read()
-                return _Launched(self._done(), self._tail, self._is_lost)
-            for one in self._replicas:
+                self.tail.read()
+                return _Launched(self._done(), self.tail, self._is_lost)
+            for one in self.replicas:
                 self._tend(one)
-            self._launcher.look()
+            self.launcher.look()
 
     @property
     def _word(self) -> CoordinatorReply | None:
         """The last word that was heard of the run's coordinators, if there are other hosts."""
-        return None if self._contact is None else self._contact.observer.word
+        return None if self.contact is None else self.contact.observer.word
 
     def _has_begun(self) -> bool:
         """Whether something has been committed, so that who is started has to get it from another replica."""
         committed = () if (word := self._word) is None else word.committed
-        if self._here.first_life and not committed:
+        if self.here.first_life and not committed:
             return True  # the others went on without this host
-        first = 0 if self._settings.averages else self._settings.first
-        return self._tail.num_rounds > 0 or max(committed, default=0) > first
+        first = 0 if self.settings.averages else self.settings.first
+        return self.tail.num_rounds > 0 or max(committed, default=0) > first
 
     def _tend_coordinator(self) -> None:
         """Start it again if something is wrong with it, and say who counts no more."""
-        if (trouble := self._coordinator.trouble()) is None:
+        if (trouble := self.coordinator.trouble()) is None:
             return
-        self._coordinator.start_again()
-        for one in self._replicas:
+        self.coordinator.start_again()
+        for one in self.replicas:
             if one.has_ended:
-                self._coordinator.ended(one.life)
-        self._tell(f"The coordinator {trouble}; it is started again, and the run continues.")
+                self.coordinator.ended(one.life)
+        self.tell(f"The coordinator {trouble}; it is started again, and the run continues.")
 
     @property
     def _is_over_elsewhere(self) -> bool:
@@ -353,7 +351,7 @@ class _Supervision:
         if (word := self._word) is None or not word.is_lost:
             return False
         dropped = {one.own_life for one in word.gone if one.why is Absence.SILENT}
-        return not any(one.lives and one.was_member and one.life not in dropped for one in self._replicas)
+        return not any(one.lives and one.was_member and one.life not in dropped for one in self.replicas)
 
     @property
     def _is_lost(self) -> bool:
@@ -366,24 +364,24 @@ class _Supervision:
         """Whether the run has ended while this host was cut off. Raises a `RunFailed` where this host is to
         wait no longer.
         """
-        if self._contact is None:
+        if self.contact is None:
             return False
-        self._contact.note_word()
-        return self._contact.has_ended(is_asked_to_stop=any(one.request for one in self._replicas))
+        self.contact.note_word()
+        return self.contact.has_ended(is_asked_to_stop=any(one.request for one in self.replicas))
 
     def _done(self) -> list[list[Any]]:
         """What the ranks of those replicas returned that have come to their end."""
-        return [found for one in self._replicas if (found := one.results) is not None]
+        return [found for one in self.replicas if (found := one.results) is not None]
 
     def _note_members(self) -> None:
         """Notice who has a part in rounds, and say who is back."""
-        members = self._tail.read()
-        for one in self._replicas:
+        members = self.tail.read()
+        for one in self.replicas:
             if one.number in members and one.lives and not one.was_member:
-                one.was_member, one.first_round = True, self._tail.num_rounds
+                one.was_member, one.first_round = True, self.tail.num_rounds
                 if one.died_s is not None:
                     away_s, one.died_s = time.monotonic() - one.died_s, None
-                    self._tell(f"Replica {one.number} is back after {away_s:.1f} s.")
+                    self.tell(f"Replica {one.number} is back after {away_s:.1f} s.")
 
     def _tend(self, one: _Replica) -> None:
         """Start the processes of a replica once its hosts agree. If its incarnation ends, tell the others at
@@ -398,7 +396,7 @@ class _Supervision:
         if one.cause is not None or is_over_there:
             self._tell_end(one)
         if is_over_there:
-            rank = next(rank for rank in range(self._settings.num_stages) if rank not in one.part.ranks)
+            rank = next(rank for rank in range(self.settings.num_stages) if rank not in one.part.ranks)
             one.crew.end(Failure.told("its host has ended or cannot be reached.", rank, None))
         if one.has_ended and not one.lives:
             self._after_end(one)
@@ -406,26 +404,26 @@ class _Supervision:
     def _begin(self, one: _Replica, least: int = 0) -> None:
         """Begin the next incarnation of a replica, of that number at least: now, or once its hosts agree."""
         one.next_life(least)
-        if self._contact is None or one.part.is_whole:
+        if self.contact is None or one.part.is_whole:
             self._start(one, "")
         else:
-            self._contact.propose(one.life)
+            self.contact.propose(one.life)
 
     def _start(self, one: _Replica, store: str) -> None:
         """Start the processes of an incarnation; `store` is the address of the store of its rank 0."""
         request = one.request
-        one.crew = self._crew_of(one.part, one.life, store, is_empty=self._has_begun())
+        one.crew = self.crew_of(one.part, one.life, store, is_empty=self._has_begun())
         one.crew.request = request
-        self._launcher.start(one.crew)
+        self.launcher.start(one.crew)
 
     def _meet_hosts(self, one: _Replica) -> None:
         """Start the ranks of a replica here if the launchers of all its hosts agree, and can be reached."""
-        assert self._contact is not None, "a replica that waits has other hosts"
-        found = self._contact.agreement(one.part)
+        assert self.contact is not None, "a replica that waits has other hosts"
+        found = self.contact.agreement(one.part)
         if found.number > one.life.life:
             self._begin(one, found.number)
-        elif missing := found.missing or self._contact.unheard(one.part):
-            self._contact.tell_missing(one.part, missing)
+        elif missing := found.missing or self.contact.unheard(one.part):
+            self.contact.tell_missing(one.part, missing)
         else:
             self._start(one, found.store)
 
@@ -433,9 +431,9 @@ class _Supervision:
         """Whether this incarnation of a replica is over on another host. A launcher that is gone has taken
         its ranks along.
         """
-        if self._contact is None or one.part.is_whole:
+        if self.contact is None or one.part.is_whole:
             return False
-        found, now_s = self._contact.agreement(one.part), time.monotonic()
+        found, now_s = self.contact.agreement(one.part), time.monotonic()
         one.alone_s = (one.alone_s or now_s) if found.missing else None
         is_alone = one.alone_s is not None and now_s > one.alone_s + _ABSENT_S
         return found.number > one.life.life or is_alone
@@ -445,9 +443,9 @@ class _Supervision:
         if one.has_ended:
             return
         one.has_ended = True
-        self._coordinator.ended(one.life)
-        if self._contact is not None:
-            self._contact.observer.ended(one.life)
+        self.coordinator.ended(one.life)
+        if self.contact is not None:
+            self.contact.observer.ended(one.life)
 
     def _after_end(self, one: _Replica) -> None:
         """What follows from the end of a replica's incarnation: it begins again, or nothing goes on."""
@@ -455,9 +453,9 @@ class _Supervision:
         what = f"Replica {one.number} ended"
         if cause is not None:
             self._check_samples(one, cause)
-            what += f": rank {one.number * self._settings.num_stages + cause.rank}, {cause.summary}"
-        elif self._contact is not None:
-            what += f" on {self._contact.addresses(self._contact.others(one.part))}."
+            what += f": rank {one.number * self.settings.num_stages + cause.rank}, {cause.summary}"
+        elif self.contact is not None:
+            what += f" on {self.contact.addresses(self.contact.others(one.part))}."
         if self._has_begun() and not others:
             raise _without_weights(what) if cause is None else cause.to_starter() from None
         one.died_s = one.died_s or time.monotonic()
@@ -465,13 +463,13 @@ class _Supervision:
             self._count_death(one, cause)
         if one.num_in_vain >= _MOST_IN_VAIN:
             one.is_left_out = True
-            self._tell(f"{what} It has ended {_MOST_IN_VAIN} times in a row and is not started again.")
+            self.tell(f"{what} It has ended {_MOST_IN_VAIN} times in a row and is not started again.")
             return
         left = f"replica{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
         rest = f"The run continues with {left}" if others else "Nothing is lost"
         when = "" if one.part.is_whole else " once all of its hosts are there"
-        self._tell(f"{what} {rest}; replica {one.number} starts again{when}.")
-        self._tail.read()  # what counted before this incarnation does not say that it trains
+        self.tell(f"{what} {rest}; replica {one.number} starts again{when}.")
+        self.tail.read()  # what counted before this incarnation does not say that it trains
         self._begin(one)
 
     def _count_death(self, one: _Replica, cause: Failure) -> None:
@@ -479,29 +477,29 @@ class _Supervision:
         # What stops one that was started again, as a full disk there, need not stop the others.
         is_mistake = cause.blame is FailureKind.USER and not cause.samples
         is_of_all = cause.blame in (FailureKind.INTERRUPT, FailureKind.RUN)
-        has_trained = one.was_member and self._tail.num_rounds >= one.first_round + _LEAST_ROUNDS
+        has_trained = one.was_member and self.tail.num_rounds >= one.first_round + _LEAST_ROUNDS
         one.num_in_vain = 0 if has_trained and not is_mistake else one.num_in_vain + 1
-        is_last = all(other.is_left_out for other in self._replicas if other is not one)
+        is_last = all(other.is_left_out for other in self.replicas if other is not one)
         if is_of_all or (is_mistake and not one.life.life) or (one.num_in_vain >= _MOST_IN_VAIN and is_last):
             raise cause.to_starter() from None
 
     def _check_samples(self, one: _Replica, cause: Failure) -> None:
         """Raise if a replica here failed with one of these samples before: the data is at fault then."""
-        before = next((self._failed[sample] for sample in cause.samples if sample in self._failed), None)
+        before = next((self.failed[sample] for sample in cause.samples if sample in self.failed), None)
         if before is not None:
             raise SampleError(
                 f"{cause.text} Replica {before} failed with the same samples before replica {one.number} "
                 "did, so the data is at fault.",
                 cause.samples,
             )
-        self._failed |= dict.fromkeys(cause.samples, one.number)
+        self.failed |= dict.fromkeys(cause.samples, one.number)
 
     def _others(self, one: _Replica) -> list[int]:
         """The replicas that may go on without this one, here and elsewhere: those that train, or all that are
         there if nothing has been trained.
         """
-        has_begun, here = self._has_begun(), {other.number for other in self._replicas}
-        found = [each.number for each in self._replicas if each.lives and (each.was_member or not has_begun)]
+        has_begun, here = self._has_begun(), {other.number for other in self.replicas}
+        found = [each.number for each in self.replicas if each.lives and (each.was_member or not has_begun)]
         if (word := self._word) is not None and not word.is_lost:
             found += [each.replica for each in word.members if each.replica not in here]
         return sorted(found)
@@ -511,25 +509,25 @@ class _Supervision:
         there can be no coordinator.
         """
         are_done = bool(self._done())
-        for one in self._replicas:
+        for one in self.replicas:
             if one.crew is not None and not (one.was_member and are_done):
                 one.crew.end()
         ends_s = time.monotonic() + _PARTING_S
         with suppress(BiremeError):
             while self._is_needed() and time.monotonic() < ends_s:
-                for one in self._replicas:
+                for one in self.replicas:
                     if not one.lives:
                         self._tell_end(one)
                 self._tend_coordinator()
-                self._launcher.look()
+                self.launcher.look()
 
     def _is_needed(self) -> bool:
         """Whether a replica of this host has not ended yet, or another host may need the coordinator here
         until its replicas have left.
         """
-        if any(one.lives for one in self._replicas):
+        if any(one.lives for one in self.replicas):
             return True
-        if (word := self._word) is None or not self._here.coordinates(word):
+        if (word := self._word) is None or not self.here.coordinates(word):
             return False
         if word.is_lost:
             time.sleep(2 * BEAT_S)  # for all to hear of it
