@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Event, Thread, current_thread
 from time import sleep
 from typing import Any
 
@@ -22,7 +21,7 @@ from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
-from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, SlotPool, ThreadMover
+from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, SlotPool, ThreadMover, Wire
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident
@@ -477,27 +476,26 @@ def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
     assert len(events) == 3
 
 
-def test_a_quick_copy_is_made_by_who_posts_it_unless_it_must_wait() -> None:
+def test_a_rank_copies_small_chunks_itself_unless_they_must_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run of many small chunks took twice the time that its copies and its work take."""
-    mover, gate, makers = ThreadMover(torch.device("cpu")), Event(), list[Thread]()
+    posted: list[tuple[Wire, int]] = []
+    post = ThreadMover.post
 
-    def stand() -> None:
-        assert gate.wait(20)
+    def counted(mover: ThreadMover, job: CopyJob) -> None:
+        posted.append((job.wire, len(job.needs)))
+        post(mover, job)
 
-    slow = CopyJob((1, False), 1, stand)
-    mover.post(slow)
-    jobs = [
-        CopyJob((0, True), 1, lambda: makers.append(current_thread()), needs, is_quick=True)
-        for needs in ((), (slow,))
-    ]
-    for job in jobs:
-        mover.post(job)
-    assert makers == [current_thread()]
-    gate.set()
-    mover.wait(jobs[1])
-    mover.close()
-    assert len(makers) == 2
-    assert makers[1] is not current_thread()
+    monkeypatch.setattr(ThreadMover, "post", counted)
+    case = Case(parts("2bw", 4), host=0.3, disk=True)
+    pipeline = pipeline_of(case.of, case.setting(case.paged(), PagingSettings(tmp_path)), None)
+    list(pipeline.train(token_batches(6, 3)))
+    moved = pipeline.tiers[0].bytes_moved // CHUNK
+    pipeline.close()
+    to_host = [num_needs for (tier, _), num_needs in posted if tier == 0]
+    assert len(to_host) < moved / 2
+    assert all(to_host), "each waits for a copy of the disk"
 
 
 def test_a_plan_that_pages_to_a_disk_needs_a_folder(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class AddressRange:
         paged_bytes = num_chunks * memory.slot_bytes
         self.bytes = memory.reserve(num_chunks, more_bytes=paged_bytes)
         self.paged_bytes = paged_bytes
+        self._chunks = torch.split(self.bytes[:paged_bytes], memory.slot_bytes)
         self.used_bytes = self._apart_bytes = 0
 
     @property
@@ -67,7 +68,7 @@ class AddressRange:
 
     def chunk(self, number: int) -> Tensor:
         """The bytes of a chunk."""
-        return self.bytes[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
+        return self._chunks[number]
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the chunks have room for a piece of so many bytes."""

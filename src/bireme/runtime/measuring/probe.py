@@ -32,7 +32,6 @@ from bireme.memory.disk_tier import HostTier, make_direct
 from bireme.memory.system_memory import chunk_memory
 from bireme.profile.control import device_here
 from bireme.runtime.launch import launch
-from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
 from bireme.runtime.world import World
 
 if TYPE_CHECKING:
@@ -240,11 +239,7 @@ class _Laps:
     """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping."""
 
     def __init__(self, device: torch.device, num_bytes: int, num_copies: int) -> None:
-        memory, host, mover = (
-            chunk_memory(device, 1, num_bytes),
-            HostTier(num_bytes, device),
-            ThreadMover(device),
-        )
+        memory, host = chunk_memory(device, 1, num_bytes), HostTier(num_bytes, device)
         host.grow(1)
         place = memory.reserve(1, 0)[:num_bytes]
 
@@ -262,9 +257,7 @@ class _Laps:
         for _ in range(num_copies):
             for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
                 begin_s = perf_counter()
-                job = CopyJob((0, copy is fetch), num_bytes, copy, is_quick=True)
-                mover.post(job)
-                mover.wait(job)
+                copy()
                 seconds.append(perf_counter() - begin_s)
             begin_s = perf_counter()
             memory.map(place, 0)

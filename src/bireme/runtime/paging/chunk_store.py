@@ -125,8 +125,7 @@ Wire = tuple[int, bool]
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CopyJob:
     """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
-    device's stream was when it was posted; `note` is told how long the copy took, once it is complete. What
-    `is_quick` is made by who posts it, unless it must wait.
+    device's stream was when it was posted; `note` is told how long the copy took, once it is complete.
     """
 
     wire: Wire
@@ -137,7 +136,11 @@ class CopyJob:
     is_done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     note: Callable[[float], None] | None = None
-    is_quick: bool = False
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the copy is made."""
+        return self.is_done.is_set() and self.error is None
 
     def do(self, complete: Callable[[], None] = lambda: None) -> None:
         """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
@@ -179,9 +182,6 @@ class ThreadMover:
 
     def post(self, job: CopyJob) -> None:
         """As `_Mover` says."""
-        if job.is_quick and all(other.is_done.is_set() for other in job.needs):
-            job.do()
-            return
         own = self._queues.get(job.wire)
         if own is None:
             own = self._queues[job.wire] = queue.SimpleQueue()
@@ -310,8 +310,9 @@ class ChunkStore:
         self.device = device
         self.chunks: dict[Chunk, HeldChunk] = {}
         self.mover = settings.mover(device)
-        self.copies_itself = not is_accelerator(device) and tiers.chunk_bytes <= SMALL_CHUNK_BYTES
-        """Whether chunks are copied to and from the host by who posts it, where they can be."""
+        is_small = not is_accelerator(device) and tiers.chunk_bytes <= SMALL_CHUNK_BYTES
+        self.copies_itself = is_small and settings.mover is ThreadMover
+        """Whether the rank copies chunks to and from the host itself, where they can be copied at once."""
         self._under_way: deque[CopyJob] = deque()
         self.moved_bytes: dict[Wire, int] = {}
         """The bytes that jobs have copied, by the tier that they came into and whether from below."""
@@ -354,6 +355,12 @@ class ChunkStore:
             self._under_way.popleft()
         self._under_way.append(job)
         self.mover.post(job)
+
+    def note(self, tier: int, is_fetch: bool, seconds: float) -> None:
+        """A chunk was copied into a tier, from the one below if it `is_fetch`, in these seconds."""
+        wire = tier, is_fetch
+        self.copied_s[wire] = self.copied_s.get(wire, 0.0) + seconds
+        self.moved_bytes[wire] = self.moved_bytes.get(wire, 0) + self.tiers.chunk_bytes
 
     def wait(self, job: CopyJob | None) -> None:
         """Wait for a job, if there is one."""

@@ -5,6 +5,7 @@ It keeps the same account as `schedule/residency.py`, which proves programs, wit
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -213,7 +214,7 @@ class RankPaging:
                 store.memory.map(place, slot)
             lower.read(source, place)
 
-        job = self._post(held, tier, after, copy, is_fetch=True)
+        job = self._copied(held, tier, after, copy, is_fetch=True)
         held.where[tier] = slot
         if tier == 0:
             held.arrival = job
@@ -229,28 +230,27 @@ class RankPaging:
             if tier == 0:
                 store.memory.unmap(place)
 
-        job = self._post(held, tier, after, copy, is_fetch=False)
+        job = self._copied(held, tier, after, copy, is_fetch=False)
         held.where[tier + 1] = slot
         store.pools[tier].give(source, job)
 
-    def _post(
+    def _copied(
         self, held: HeldChunk, tier: int, after: CopyJob | None, copy: Callable[[], None], *, is_fetch: bool
-    ) -> CopyJob:
-        """Have a copy between a tier and the one below made, once its slot is free and the chunk's last job
-        is done; what it has copied is counted.
+    ) -> CopyJob | None:
+        """Have a chunk copied between a tier and the one below, once its slot is free and the chunk's last
+        job is done; gives the job. A small chunk that waits for nothing is copied at once, without a job.
         """
-        store = self._store
-        num_bytes, moved, copied_s = store.tiers.chunk_bytes, store.moved_bytes, store.copied_s
-        counted = tier if is_fetch else tier + 1, is_fetch
-
-        def note(seconds: float) -> None:
-            copied_s[counted] = copied_s.get(counted, 0.0) + seconds
-            moved[counted] = moved.get(counted, 0) + num_bytes
-
+        store, into = self._store, tier if is_fetch else tier + 1
         is_disk = store.tiers.tiers[tier + 1].name == "disk"
-        needs = tuple(job for job in (after, held.last) if job is not None)
-        job = CopyJob((tier, is_fetch and not is_disk), num_bytes, copy, needs, note=note)
-        job.is_quick = not is_disk and store.copies_itself
+        needs = tuple(job for job in (after, held.last) if job is not None and not job.is_through)
+        if store.copies_itself and not is_disk and not needs:
+            begin_s = perf_counter()
+            copy()
+            store.note(into, is_fetch, perf_counter() - begin_s)
+            held.last = store.last_read = None
+            return None
+        note = partial(store.note, into, is_fetch)
+        job = CopyJob((tier, is_fetch and not is_disk), store.tiers.chunk_bytes, copy, needs, note=note)
         store.post(held, job)
         return job
 
