@@ -20,7 +20,7 @@ from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 from bireme.schedule.gathering import gathered
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule, Track
-from bireme.schedule.residency import chunk_of, resident
+from bireme.schedule.residency import Holding, chunk_of, resident
 from bireme.schedule.tiers import Chunk, best_chunk_bytes, num_chunks
 from tests.support.extent import examples, several
 from tests.support.page_programs import page
@@ -147,6 +147,12 @@ def test_a_paged_program_is_proved_right_within_its_budgets(one: Asked) -> None:
         kept = resident(program, rank, one.sizes)
         if tiers is None:
             assert kept.peak_bytes <= one.budgets.device_bytes
+        else:  # the last of weights and frozen weights was counted alone
+            holding = Holding(program, rank)
+            for step in program.tracks[rank]:
+                assert not [*holding.start(step)]
+                holding.end(step)
+            assert kept.peak_bytes >= holding.peak[0] * tiers.chunk_bytes
         for tier in kept.tiers:
             assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
 

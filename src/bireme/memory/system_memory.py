@@ -94,6 +94,11 @@ PAGE_BYTES = mmap.PAGESIZE
 _FIXED = 0x10
 """MAP_FIXED, which Python has no name for; it is the same on Linux and macOS."""
 _NO_ACCESS = 0
+_NOTHING = (
+    getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | getattr(mmap, "MAP_NORESERVE", 0)
+)
+_SHARED_NOW = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0) | _FIXED
+"""Flags of addresses with nothing beneath, and of memory that is there at once."""
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 16 * 2**20
 """M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
 process has to be cleared.
@@ -129,14 +134,12 @@ def give_back_large_blocks() -> None:
 
 def reserve(num_bytes: int) -> int:
     """The address of a range that nothing is mapped to yet."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return _mapped(None, num_bytes, _NO_ACCESS, flags, -1, 0)
+    return _mapped(None, num_bytes, _NO_ACCESS, _NOTHING, -1, 0)
 
 
 def map_nothing(address: int, num_bytes: int) -> None:
     """Take away what is mapped there; the addresses stay reserved, and who uses them ends by a signal."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0) | _FIXED
-    _mapped(address, num_bytes, _NO_ACCESS, flags, -1, 0)
+    _mapped(address, num_bytes, _NO_ACCESS, _NOTHING | _FIXED, -1, 0)
 
 
 def map_file(
@@ -152,9 +155,10 @@ def map_file(
 
     With `populates` all its memory is there at once, rather than page by page at the first use.
     """
-    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-    flags |= getattr(mmap, "MAP_POPULATE", 0) if populates and is_shared else 0
-    _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, file, begin)
+    flags = _SHARED_NOW
+    if not (is_shared and populates):
+        flags = (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | _FIXED
+    _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, begin)
 
 
 def shared_file(num_bytes: int) -> int:
