@@ -8,7 +8,7 @@ from benchmarks.delay_study.rules import rule_named
 from benchmarks.delay_study.simulation import Pipelining, Simulation
 from benchmarks.delay_study.study import Known, Run, Setting
 from benchmarks.delay_study.sum_cells import sum_lines, sum_sweeps, times_fewer
-from benchmarks.delay_study.summed import CodedSum, Summed
+from benchmarks.delay_study.summed import CodedSums, Summed
 from benchmarks.delay_study.table import rows
 from bireme.codec.sum_description import DENSE, parse_sum_codec
 from bireme.model.gpt import GPT, GPTConfig
@@ -21,12 +21,9 @@ CONTEXT, VOCAB = 8, 16
 
 @pytest.mark.parametrize("word", ["int8", "int2", "threshold:0.1:3:2", "lowrank:2:1"])
 def test_a_sum_of_the_study_is_the_sum_of_the_engine(word: str) -> None:
-    shapes = {"matrix": (24, 20), "small": (8, 4)}
+    shapes = {"matrix": (24, 20), "small": (8, 4), "other": (1300,)}
     draw, oracle = torch.Generator().manual_seed(0), CodedOracle(word)
-    sums = {
-        name: CodedSum(parse_sum_codec(word), name, torch.zeros(shape).double(), NUM_REPLICAS)
-        for name, shape in shapes.items()
-    }
+    sums = CodedSums(parse_sum_codec(word), NUM_REPLICAS)
     for batch in range(NUM_BATCHES):
         parts = {
             replica: {
@@ -37,13 +34,14 @@ def test_a_sum_of_the_study_is_the_sum_of_the_engine(word: str) -> None:
         }
         wanted = oracle.sum(batch, parts)
         oracle.settle(counts=True)
-        for name, one in sums.items():
-            found, expected = one.of(batch, [part[name] for part in parts.values()]), wanted[name]
-            assert expected is not None
-            if word.startswith("lowrank"):
-                assert torch.allclose(found, expected, rtol=0.0, atol=1e-10)
-            else:
-                assert torch.equal(found, expected)
+        sums.add_up(batch, [*parts.values()])
+        for found in parts.values():
+            for name, expected in wanted.items():
+                assert expected is not None
+                if word.startswith("lowrank"):
+                    assert torch.allclose(found[name], expected, rtol=0.0, atol=1e-10)
+                else:
+                    assert torch.equal(found[name], expected)
 
 
 def test_replicas_that_send_gradients_as_they_are_are_one_process() -> None:

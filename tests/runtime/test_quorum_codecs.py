@@ -130,7 +130,7 @@ def test_components_go_on_when_a_replica_dies_and_comes_back() -> None:
 def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: str) -> None:
     """So what was not sent is the same as if there had been one attempt."""
     generator = torch.Generator().manual_seed(5)
-    gradients = [torch.randn(30, 30, dtype=torch.float64, generator=generator) for _ in range(3)]
+    gradients = [torch.randn(30, 30, dtype=torch.float64, generator=generator) for _ in range(4)]
     parsed = parse_sum_codec(codec)
 
     def summed(
@@ -153,14 +153,14 @@ def test_an_attempt_that_is_repeated_over_other_members_sends_the_same(codec: st
         coded = GradientSummation(replace(parsed, whole_steps=0))
         assert coded.feedback is not None
         if is_repeated:
-            summed(me, coded, mesh, (0, 1, 2), 0)
-        found = summed(me, coded, mesh, (0, 1), 1) if me < 2 else gradients[me]
+            summed(me, coded, mesh, (0, 1, 2, 3), 0)
+        found = summed(me, coded, mesh, (0, 1, 2), 1) if me < 3 else gradients[me]
         coded.settle(counts=True)
         return found, coded.feedback.after(coded.feedback.num_batches)["w"][RESIDUAL]
 
-    twice, once = Mesh(3), Mesh(3)
-    repeated = run_threads(3, lambda me: residual_of(me, twice, is_repeated=True))[:2]
-    plain = run_threads(2, lambda me: residual_of(me, once, is_repeated=False))
+    twice, once = Mesh(4), Mesh(3)
+    repeated = run_threads(4, lambda me: residual_of(me, twice, is_repeated=True))[:3]
+    plain = run_threads(3, lambda me: residual_of(me, once, is_repeated=False))
     for (one, kept), (other, also) in zip(repeated, plain, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(kept, also)

@@ -4,7 +4,9 @@ Messages are made and read by the codecs themselves. What is done with them, and
 out here once more.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from zlib import crc32
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.lowrank import first_basis
-from bireme.codec.sum_description import SumKind, parse_sum_codec
+from bireme.codec.sum_description import SumCodec, SumKind, parse_sum_codec
 
 __all__ = ["CodedOracle"]
 
@@ -22,7 +24,8 @@ Gradients = Mapping[str, Tensor | None]
 
 class CodedOracle:
     """Adds up the replicas' gradients of one batch after the other. With `cuts` each piece of a gradient goes
-    through the codec by itself, but through low rank.
+    through the codec by itself, but through low rank, and its owner adds its own as it is. With few bits, the
+    sums of three and more replicas go through the codec once more, in even pieces.
     """
 
     def __init__(self, text: str, cuts: Mapping[str, Sequence[slice]] | None = None) -> None:
@@ -31,12 +34,14 @@ class CodedOracle:
         self._residuals: dict[tuple[int, str], Tensor] = {}
         self._thresholds: dict[tuple[int, str], Tensor] = {}
         self._bases: dict[str, Tensor] = {}
+        self._even: Mapping[str, Sequence[slice]] = {}
         self._before = self._kept()
 
     def sum(self, batch: int, of_replicas: Mapping[int, Gradients]) -> dict[str, Tensor | None]:
         """What the replicas' gradients of a batch come to."""
         self._before = self._kept()
         names = list(next(iter(of_replicas.values())))
+        self._even = _even_cuts(self._codec, of_replicas) if not self._cuts else {}
         return {
             name: self._sum(batch, name, {replica: own[name] for replica, own in of_replicas.items()})
             for name in names
@@ -60,28 +65,37 @@ class CodedOracle:
         own = {replica: torch.zeros_like(some) if one is None else one for replica, one in given.items()}
         if not self._codec.codes(some.shape) or batch < self._codec.whole_steps:
             return sum(list(own.values())[1:], next(iter(own.values())))
-        if name in self._cuts:
-            pieces = {
-                f"{name} {owner}": {replica: one.view(-1)[piece] for replica, one in own.items()}
-                for owner, piece in enumerate(self._cuts[name])
+        if cuts := self._cuts.get(name) or self._even.get(name):
+            pieces = [
+                self._coded(
+                    batch, f"{name} {owner}", {at: one.reshape(-1)[piece] for at, one in own.items()}, owner
+                )
+                for owner, piece in enumerate(cuts)
                 if piece.start < piece.stop
-            }
-            return torch.cat([self._coded(batch, *one) for one in pieces.items()]).view(some.shape)
+            ]
+            return torch.cat(pieces).view(some.shape)
         return self._coded(batch, name, own)
 
-    def _coded(self, batch: int, name: str, own: Mapping[int, Tensor]) -> Tensor:
+    def _coded(self, batch: int, name: str, own: Mapping[int, Tensor], owner: int | None = None) -> Tensor:
         if self._codec.has_feedback:
             own = {key: one + self._residuals.get((key, name), 0.0) for key, one in own.items()}
         if self._codec.kind is SumKind.LOWRANK:
             return self._of_low_rank(name, own)
         sums = None
         for replica, wanted in own.items():
-            part = self._through(wanted, replica, name, f"{batch} {replica} {name}")
+            part = wanted
+            if replica != owner:
+                part = self._through(wanted, replica, name, f"{batch} {replica} {name}")
             if self._codec.has_feedback:
                 self._residuals[replica, name] = wanted - part
             sums = part if sums is None else sums + part
         assert sums is not None
-        return sums
+        if owner is None or not self._even:
+            return sums
+        found = self._through(sums, owner, name, f"{batch} {owner} {name} sum")
+        if self._codec.has_feedback:
+            self._residuals[owner, name] = sums - found
+        return found
 
     def _through(self, wanted: Tensor, replica: int, name: str, word: str) -> Tensor:
         codec = self._codec
@@ -110,3 +124,21 @@ class CodedOracle:
             lost = matrix - left @ (left.T @ matrix)
             self._residuals[replica, name] = lost.view(own[replica].shape)
         return (left @ (left.T @ whole)).view(next(iter(own.values())).shape)
+
+
+def _even_cuts(codec: SumCodec, of_replicas: Mapping[int, Gradients]) -> dict[str, list[slice]]:
+    """Equal pieces of all that is coded, one after the other; blocks of 32 stay whole."""
+    num = len(of_replicas)
+    if codec.kind is not SumKind.BITS or num < 3:
+        return {}
+    some = {name: one for own in of_replicas.values() for name, one in own.items() if one is not None}
+    order = [
+        name for name in next(iter(of_replicas.values())) if name in some and codec.codes(some[name].shape)
+    ]
+    begins = dict(zip(order, accumulate((some[name].numel() for name in order), initial=0), strict=False))
+    total, found = sum(some[name].numel() for name in order), {}
+    for name in order:
+        ends = [32 * math.ceil((total * place // num - begins[name]) / 32) for place in range(num + 1)]
+        ends = [min(max(end, 0), some[name].numel()) for end in ends]
+        found[name] = [slice(*both) for both in pairwise(ends)]
+    return found

@@ -192,10 +192,11 @@ class SumCost:
         return self.codec == DENSE and not self.gathered
 
     def hop_share(self, width: int) -> float:
-        """What each of so many replicas sends on, in a ring."""
-        if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
-            return 2 * (width - 1) / width * self.message_share
-        return (width - 1) * self.message_share
+        """What each of so many replicas sends for each byte of gradients, if all get the sum: parts of its
+        message and of the sum, or its message to all others.
+        """
+        times = width / 2 if self.codec.kind is SumKind.THRESHOLD else 1.0
+        return times * 2 * (width - 1) / width * self.message_share
 
     def part_share(self, width: int) -> float:
         """What each of so many replicas sends, for each byte of gradients, if each gets its own part of the

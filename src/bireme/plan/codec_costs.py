@@ -91,14 +91,17 @@ def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> 
 def sum_coding_s(
     codec: SumCodec, gradient_bytes: float, num_replicas: int, rates: Sequence[CodecRate] = ()
 ) -> float:
-    """The seconds in which a replica encodes so many bytes of gradients, and decodes the messages of all."""
+    """The seconds in which a replica encodes so many bytes of gradients and decodes the messages of all. Parts
+    in few bits, and sums of parts, are together no more than the messages of two.
+    """
     if codec.kind is SumKind.DENSE:
         return 0.0
     rate = next((one for one in rates if one.codec == sum_name(codec)), None)
     if rate is None and codec.kind is SumKind.BITS:
         rate = _rate(CodecChoice("int", codec.bits), {})
     rate = rate or _MEASURED_IN_SUMS[codec.kind]
-    return gradient_bytes / ENTRY_BYTES * (rate.encode_s + num_replicas * rate.decode_s)
+    num_decoded = min(num_replicas, 2) if codec.kind is SumKind.BITS else num_replicas
+    return gradient_bytes / ENTRY_BYTES * (rate.encode_s + num_decoded * rate.decode_s)
 
 
 def _cost(

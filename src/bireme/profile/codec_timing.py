@@ -101,7 +101,9 @@ def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device)
 
 
 def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate:
-    """All that a replica does for a sum but wait: what more members take is to decode their messages."""
+    """All that a replica does for a sum but wait. More members take more seconds where all messages go to all:
+    those to decode them.
+    """
     few, many = (_seconds_of_sum(codec, size, device) for size in _NUM_MEMBERS)
     decode_s = max((many - few) / (_NUM_MEMBERS[1] - _NUM_MEMBERS[0]), 0.0)
     encode_s = max(few - _NUM_MEMBERS[0] * decode_s, 0.0)
@@ -140,11 +142,13 @@ class _Alike(SingleRankGroup):
         tensor *= self.size
         return super().all_reduce(tensor)
 
-    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
-        """The same from each."""
-        for one in into:
-            one.copy_(tensor)
-        return super().all_reduce(tensor)
+    def exchange(
+        self, given: Tensor, _lengths: Sequence[int], taken: Tensor, _taken_lengths: Sequence[int]
+    ) -> Pending:
+        """The others give what this one gives them."""
+        times = -(-len(taken) // max(len(given), 1))
+        taken.copy_(given.repeat(times)[: len(taken)])
+        return super().all_reduce(given)
 
 
 def _tensor(device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,15 +1,19 @@
 """Sums of gradients through a codec: fewer bytes, and still the same bits on every replica.
 
-Low rank is linear, so its factors are summed as gradients are. Of the other codecs a replica sends a message
-of each gradient to all members, or of each piece to the member that owns the piece. Who gets messages decodes
-those of all members, its own too, and adds them up in the members' order. Residuals stay with the sender.
-Gradients that are small, or of another kind than real numbers, are summed as they are.
+Low rank is linear, so its factors are summed as gradients are. Of the other codecs members send messages:
+
+    each owner gets its part      every piece goes to its owner, which adds up
+    few bits, three or more       the same; then each owner sends the sums of its pieces to all, in few bits
+    the rest                      all messages go to all, and each member decodes all of them, its own too
+
+Pieces are added in the members' order. A residual stays with the sender. That of a sum stays with the owner,
+which adds it to its own next gradient. Gradients that are small, or of another kind than real numbers, are
+summed as they are.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from zlib import crc32
 
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
-from bireme.codec.description import ALIGNMENT_BYTES
+from bireme.codec.description import BLOCK
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
 from bireme.sync.exchange import (
@@ -31,7 +35,7 @@ from bireme.sync.exchange import (
     sum_parts,
 )
 from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
-from bireme.sync.group import Group, Pending
+from bireme.sync.group import DirectSums, Group, Pending
 from bireme.sync.slices import NUM_IN_FLIGHT, PART_SLICE_BYTES
 
 
@@ -88,23 +92,31 @@ class GradientSummation:
         coded = {
             name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
         }
-        whole = {} if self._in_parts else {name: views[name] for name in views if name not in coded}
+        kind, in_parts = self.codec.kind, self._in_parts
+        # Over two members, sums in pieces would take as many bytes as all messages, and lose more.
+        to_all = not in_parts and (kind is SumKind.THRESHOLD or group.size == 2)
+        by_messages = in_parts or kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2)
+        whole = {} if by_messages else {name: view for name, view in views.items() if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
         kept = self._opened(batch, coded)
         factors = (1.0,) * group.size if factors is None else factors
         factor = factors[group.rank]
         matrices: list[_Matrix] = []
-        if self.codec.kind is SumKind.LOWRANK:
+        if kind is SumKind.LOWRANK:
             word = "" if self._keeps_basis else f"{batch} "
             for name, view in coded.items():
-                piece = gradients.cuts[name][group.rank] if self._in_parts else None
+                piece = gradients.cuts[name][group.rank] if in_parts else None
                 matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, word, factor, piece))
         for view in whole.values() if factor != 1.0 else ():
             view.mul_(factor)
         first = next(iter((whole or coded or views).values()))
         numbers = flags.to(first.dtype if not first.is_complex() else torch.float32)
-        lefts = {one.name: one.left for one in matrices}
-        sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
+        if whole or matrices:
+            lefts = {one.name: one.left for one in matrices}
+            sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
+        else:
+            DirectSums(group).all_reduce(numbers).wait()
+            sent.sent += (group.size - 1) * numbers.nbytes
         note_held(gradients, names, numbers)
         held = [one for one in matrices if one.name in gradients.held]
         if held:
@@ -113,21 +125,27 @@ class GradientSummation:
             del one.kept[BASIS]
         done = {one.name for one in matrices}
         left = [name for name in views if name in gradients.held and name not in whole and name not in done]
-        number = group.rank if sender is None else sender
+        word = f"{batch} {group.rank if sender is None else sender}"
         coder = None if matrices or not coded else coder_of(self.codec)
-        if self._in_parts:
+        most_bytes = min(slice_bytes, PART_SLICE_BYTES) if in_parts else slice_bytes
+        if to_all:
+            pieces = [[_piece_of(name, views[name], kept.get(name), word) for name in left]]
+        else:
+            cuts = gradients.cuts if in_parts else _even_cuts(left, views, coded, factors, apart)
             pieces = [
-                _pieces_of(owner, group.rank, f"{batch} {number}", left, gradients, kept)
-                for owner in range(group.size)
+                _pieces_of(owner, group.rank, word, left, views, cuts, kept) for owner in range(group.size)
             ]
-            sent.raw += sum(one.others_bytes for one in held)
-            most_bytes = min(slice_bytes, PART_SLICE_BYTES) // group.size
-            Parted(group, coder, factors, sent).sum(pieces, most_bytes)
-            return
-        sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
-        if coder is not None and left:
-            own = [_piece_of(name, coded[name], kept[name], f"{batch} {number}") for name in left]
-            GatheredMessages(group, coder, factors, sent).sum([own], slice_bytes)
+            most_bytes //= group.size
+        if in_parts:
+            own = {name: gradients.cuts[name][group.rank] for name in gradients.held.intersection(views)}
+            sent.raw += sum(
+                views[name].nbytes - views[name].itemsize * (piece.stop - piece.start)
+                for name, piece in own.items()
+            )
+        else:
+            sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
+        give_sums = not in_parts and not to_all
+        Messages(group, coder, factors, sent, to_all=to_all, give_sums=give_sums).sum(pieces, most_bytes)
 
     @property
     def common(self) -> dict[str, Tensor]:
@@ -172,10 +190,12 @@ class GradientSummation:
             views[name].mul_(factor)
 
 
-def _piece_of(name: str, view: Tensor, kept: dict[str, Tensor], word: str) -> "Piece":
+def _piece_of(name: str, view: Tensor, kept: dict[str, Tensor] | None, word: str) -> "Piece":
     """A whole gradient."""
-    residual = kept.get(RESIDUAL)
-    return Piece(view, view if residual is None else residual, kept, residual, f"{word} {_seed_name(name)}")
+    residual = None if kept is None or RESIDUAL not in kept else kept[RESIDUAL].view(-1)
+    target = view.view(-1)
+    wanted = target if residual is None else residual
+    return Piece(target, wanted, kept, residual, f"{word} {_seed_name(name)}")
 
 
 def _pieces_of(
@@ -183,19 +203,49 @@ def _pieces_of(
     rank: int,
     word: str,
     names: Sequence[str],
-    gradients: BatchGradients,
+    views: Mapping[str, Tensor],
+    cuts: Mapping[str, Sequence[slice]],
     kept: Mapping[str, dict[str, Tensor]],
 ) -> Iterable["Piece"]:
     """What an owner has of some gradients."""
     for name in names:
-        place = gradients.cuts[name][owner]
+        place = cuts[name][owner]
         if place.start == place.stop:
             continue
-        target, own = gradients.views[name].view(-1)[place], kept.get(name)
+        target, own = views[name].view(-1)[place], kept.get(name)
         residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
         wanted = target if residual is None else residual
-        chance, threshold = f"{word} {name} {owner}", f"{THRESHOLD}.{owner}"
+        chance, threshold = f"{word} {_seed_name(name)} {owner}", f"{THRESHOLD}.{owner}"
         yield Piece(target, wanted, own, residual, chance, threshold, is_own=owner == rank)
+
+
+def _even_cuts(
+    names: Sequence[str],
+    views: Mapping[str, Tensor],
+    coded: Collection[str],
+    factors: Sequence[float],
+    apart: Collection[str],
+) -> dict[str, list[slice]]:
+    """The pieces of gradients that each member owns: about as many elements of all that is coded, and of the
+    rest. Gradients that are `apart` are not cut, and their owners follow from their names. A member whose
+    part does not count owns nothing, because what it keeps of sums would be lost.
+    """
+    owners = [member for member, factor in enumerate(factors) if factor] or [*range(len(factors))]
+    cuts = {name: [slice(0, 0)] * len(factors) for name in names}
+    for alike in ([name for name in names if (name in coded) is kind] for kind in (True, False)):
+        total, begin = sum(views[name].numel() for name in alike if name not in apart), 0
+        for name in alike:
+            start, end = 0, views[name].numel()
+            if name in apart:
+                cuts[name][owners[crc32(_seed_name(name).encode()) % len(owners)]] = slice(0, end)
+                continue
+            for place, owner in enumerate(owners, 1):
+                wanted = -(-(total * place // len(owners) - begin) // BLOCK) * BLOCK
+                stop = min(max(wanted, start), end)
+                cuts[name][owner] = slice(start, stop)
+                start = stop
+            begin += end
+    return cuts
 
 
 def _seed_name(name: str) -> str:
@@ -220,12 +270,6 @@ class _Matrix:
     seed: int
     factor: float
     piece: slice | None
-
-    @property
-    def others_bytes(self) -> int:
-        """The bytes of the elements that other members own."""
-        num_own = 0 if self.piece is None else self.piece.stop - self.piece.start
-        return (self.view.numel() - num_own) * self.view.itemsize
 
     def put_product(self, left: Tensor, right: Tensor) -> None:
         """Write the product, or the elements of it that this member owns."""
@@ -323,8 +367,8 @@ def coder_of(codec: SumCodec) -> Coder:
 class Piece:
     """What is sent of a gradient: `wanted` goes, and the sum belongs into `target`. `kept` is what is kept of
     the gradient, None if the piece goes as it is; what it has not sent stays in `residual`, if that is kept.
-    `chance` seeds what is random in the message, and `threshold` names the piece's own. The message of one
-    that `is_own` comes back here.
+    `chance` seeds what is random in the message, and `threshold` names the piece's own. One that `is_own` is
+    added up here.
     """
 
     target: Tensor
@@ -338,83 +382,153 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """Messages on their way: the pieces that they are of, the lengths of all members' messages of these, and
-    the messages, once they are there. What is `given` must stay as it is until then.
+    """Messages on their way: the pieces of every owner, the lengths of the messages that come, by member, and
+    the messages once they are there. What is `given` must stay as it is until then.
     """
 
-    own: Sequence[Piece]
+    pieces: Sequence[Sequence[Piece]]
     lengths: Sequence[Sequence[int]]
     messages: Sequence[Tensor]
     given: Tensor
     pending: Pending
 
 
-class _Messages(ABC):
-    """Encodes pieces, sends the messages to their owners, and adds up those that come, each member's times
-    its factor. Without a coder all are sent as they are.
+class Messages:
+    """Encodes pieces, sends each to its owner, and adds up those that come, each member's times its factor.
+    Without a coder all are sent as they are. An owner adds its own part as it is.
+
+    If messages go `to_all`, each member owns all pieces, and decodes its own messages too. If owners
+    `give_sums`, each sends the sums of its pieces to all, in messages of few bits: all members have what they
+    decode, the owner too. What it has not sent of a sum counts as a rest of its own part.
     """
 
-    alignment_bytes = ALIGNMENT_BYTES
-    """Messages begin at multiples of this."""
-
-    def __init__(self, coder: Coder | None, factors: Sequence[float], sent: SentBytes, rank: int) -> None:
-        self._coder, self._factors, self._sent, self._rank = coder, factors, sent, rank
+    def __init__(
+        self,
+        group: Group,
+        coder: Coder | None,
+        factors: Sequence[float],
+        sent: SentBytes,
+        *,
+        to_all: bool = False,
+        give_sums: bool = False,
+    ) -> None:
+        self._group, self._coder, self._factors, self._sent = group, coder, factors, sent
+        self._to_all, self._give_sums = to_all, give_sums
+        self._parts: deque[_UnderWay] = deque()
+        self._sums: deque[_UnderWay] = deque()
         # To get new memory, page by page, takes longer than to decode into it.
-        self._room = torch.empty(0)
-
-    @abstractmethod
-    def _send(
-        self, pieces: Sequence[list[Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
-    ) -> _UnderWay:
-        """Begin to send messages of some pieces of every owner. They lie one after the other, those of each
-        owner up to its end.
-        """
+        self._rooms = [torch.empty(0), torch.empty(0)]
 
     def sum(self, pieces: Sequence[Iterable[Piece]], most_bytes: int) -> None:
         """Sum the pieces of every owner, about that many bytes of each at a time."""
         waiting = [deque(own) for own in pieces]
-        under_way: deque[_UnderWay] = deque()
         while any(waiting):
-            if len(under_way) > NUM_IN_FLIGHT:
-                self._add_up(under_way.popleft())
-            under_way.append(self._begin([_next(own, most_bytes) for own in waiting]))
-        while under_way:
-            self._add_up(under_way.popleft())
+            if len(self._parts) > NUM_IN_FLIGHT:
+                self._add_up(self._parts.popleft())
+            self._parts.append(self._begin([_next(own, most_bytes) for own in waiting]))
+        while self._parts:
+            self._add_up(self._parts.popleft())
+        while self._sums:
+            self._take_sums(self._sums.popleft())
 
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
         every = [one for own in pieces for one in own]
-        most = sum(self._aligned(self._most_bytes(one)) for one in every)
+        most = sum(_aligned(self._most_bytes(one)) for one in every)
         message = torch.empty(most, dtype=torch.uint8, device=every[0].target.device)
-        lengths: list[list[int]] = []
-        ends = [0]
-        for own in pieces:
-            end = ends[-1]
-            lengths.append([])
-            for one in own:
-                lengths[-1].append(self._encode(one, message[end:]))
-                end += self._aligned(lengths[-1][-1])
+        lengths = [[self._most_bytes(one) for one in own] for own in pieces]
+        end, ends = 0, [0]
+        for own, of_own in zip(pieces, lengths, strict=True):
+            for place, one in enumerate(own):
+                if self._to_all or not one.is_own:
+                    of_own[place] = self._encode(one, message[end:])
+                    end += _aligned(of_own[place])
             ends.append(end)
-        return self._send(pieces, lengths, message, ends)
+        given = [message[begin:end] for begin, end in pairwise(ends)]
+        if self._to_all:
+            lengths, given = lengths * self._group.size, given * self._group.size
+        return self._exchanged(pieces, self._lengths_of_all(lengths, message.device), given)
+
+    def _exchanged(
+        self, pieces: Sequence[Sequence[Piece]], lengths: Sequence[Sequence[int]], given: list[Tensor]
+    ) -> _UnderWay:
+        """Send each member what is given to it. What comes has these lengths, by member."""
+        rank = self._group.rank
+        sizes = [sum(map(_aligned, of_member)) for of_member in lengths]
+        own, given[rank], sizes[rank] = given[rank], given[rank][:0], 0
+        together = torch.cat(given)
+        taken = together.new_empty(sum(sizes))
+        self._sent.sent += together.nbytes
+        pending = self._group.exchange(together, [*map(len, given)], taken, sizes)
+        messages = [*torch.split(taken, sizes)]
+        messages[rank] = own
+        return _UnderWay(pieces, lengths, messages, together, pending)
+
+    def _lengths_of_all(self, lengths: Sequence[list[int]], device: torch.device) -> Sequence[Sequence[int]]:
+        """How long the messages of this member's pieces are, of every member."""
+        group = self._group
+        num_own = len(lengths[group.rank])
+        if not isinstance(self._coder, Threshold):
+            return [lengths[group.rank]] * group.size
+        given = torch.tensor([one for own in lengths for one in own], dtype=torch.int64, device=device)
+        taken = given.new_empty(group.size * num_own)
+        self._sent.sent += given.nbytes - num_own * given.itemsize
+        group.exchange(given, [*map(len, lengths)], taken, [num_own] * group.size).wait()
+        return [one.tolist() for one in taken.view(group.size, num_own)]
 
     def _add_up(self, some: _UnderWay) -> None:
         """Decode all members' messages, in their order."""
         some.pending.wait()
-        ends = [0] * len(some.messages)
-        for place, one in enumerate(some.own):
+        rank, ends = self._group.rank, [0] * self._group.size
+        own = some.pieces[0 if self._to_all else rank]
+        for place, one in enumerate(own):
+            # What goes as it is lies where its sum belongs, and is read before.
+            is_free = self._to_all or one.residual is not None
+            total = one.target if is_free else self._room_like(one.target, 0)
             for member, message in enumerate(some.messages):
                 begin, length = ends[member], some.lengths[member][place]
-                ends[member] += self._aligned(length)
-                into = self._room_like(one.target) if member else one.target
-                part = self._decode(one, message[begin : begin + length], into)
-                if member == self._rank and one.residual is not None:
+                ends[member] += _aligned(length)
+                part = self._room_like(one.target, 1) if member else total
+                if member != rank or self._to_all:
+                    self._decode(one, message[begin : begin + length], part)
+                else:
+                    part.copy_(one.wanted)
+                if member == rank and one.residual is not None:
                     one.residual.sub_(part)
                 if self._factors[member] != 1.0:
                     part.mul_(self._factors[member])
                 if member:
-                    one.target.add_(part)
+                    total.add_(part)
+            if not is_free:
+                one.target.copy_(total)
+        if self._give_sums:
+            if len(self._sums) > NUM_IN_FLIGHT:
+                self._take_sums(self._sums.popleft())
+            self._sums.append(self._begin_sums(some.pieces))
 
-    def _aligned(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.alignment_bytes) * self.alignment_bytes
+    def _begin_sums(self, pieces: Sequence[Sequence[Piece]]) -> _UnderWay:
+        """Encode the sums of this member's pieces, and have them as others decode them."""
+        own, factor = pieces[self._group.rank], self._factors[self._group.rank]
+        lengths = [[self._most_bytes(one) for one in some] for some in pieces]
+        sizes = [*map(_aligned, lengths[self._group.rank])]
+        device = next(one.target.device for some in pieces for one in some)
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for one, out in zip(own, torch.split(message, sizes), strict=True):
+            if one.residual is not None:
+                one.residual.copy_(one.target)
+            whole = replace(one, wanted=one.target, chance=f"{one.chance} sum")
+            self._decode(one, out[: self._encode(whole, out)], one.target)
+            if one.residual is not None:
+                one.residual.sub_(one.target).div_(factor)
+        return self._exchanged(pieces, lengths, [message] * self._group.size)
+
+    def _take_sums(self, some: _UnderWay) -> None:
+        some.pending.wait()
+        for own, lengths, message in zip(some.pieces, some.lengths, some.messages, strict=True):
+            end = 0
+            for one, length in zip(own, lengths, strict=True):
+                if not one.is_own:
+                    self._decode(one, message[end : end + length], one.target)
+                end += _aligned(length)
 
     def _most_bytes(self, one: Piece) -> int:
         if one.kept is None or self._coder is None:
@@ -432,7 +546,7 @@ class _Messages(ABC):
         else:
             length = self._coder.encode(one.wanted, out, seed=crc32(one.chance.encode()))
         if one.residual is not None and not one.is_own:
-            one.residual.sub_(self._decode(one, out[:length], self._room_like(one.target)))
+            one.residual.sub_(self._decode(one, out[:length], self._room_like(one.target, 1)))
         return length
 
     def _decode(self, one: Piece, message: Tensor, into: Tensor) -> Tensor:
@@ -440,12 +554,18 @@ class _Messages(ABC):
             return into.copy_(message.view(into.dtype))
         return self._coder.decode(message, tuple(into.shape), into.dtype, out=into)
 
-    def _room_like(self, tensor: Tensor) -> Tensor:
-        """Room for a tensor of that shape; what was there before is lost."""
-        is_alike = (self._room.dtype, self._room.device) == (tensor.dtype, tensor.device)
-        if not is_alike or len(self._room) < tensor.numel():
-            self._room = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        return self._room[: tensor.numel()].view(tensor.shape)
+    def _room_like(self, tensor: Tensor, which: int) -> Tensor:
+        """One of the two rooms for a tensor of that shape; what was there before is lost."""
+        room = self._rooms[which]
+        is_alike = (room.dtype, room.device) == (tensor.dtype, tensor.device)
+        if not is_alike or len(room) < tensor.numel():
+            room = self._rooms[which] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        return room[: tensor.numel()].view(tensor.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    """Messages begin at multiples of 16, so that what goes as it is can be read as numbers of any kind."""
+    return -(-num_bytes // 16) * 16
 
 
 def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:
@@ -456,68 +576,3 @@ def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:
         found.append(waiting.popleft())
         size += found[-1].target.nbytes
     return found
-
-
-class GatheredMessages(_Messages):
-    """All members own all pieces."""
-
-    def __init__(self, group: Group, coder: Coder, factors: Sequence[float], sent: SentBytes) -> None:
-        super().__init__(coder, factors, sent, group.rank)
-        self._group = group
-
-    def _send(
-        self, pieces: Sequence[list[Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
-    ) -> _UnderWay:
-        group, (own,), (of_own,) = self._group, pieces, lengths
-        of_all = [of_own] * group.size
-        if isinstance(self._coder, Threshold):
-            of_one = torch.tensor(of_own, dtype=torch.int64, device=message.device)
-            found = [torch.empty_like(of_one) for _ in range(group.size)]
-            self._sent.sent += (group.size - 1) * of_one.nbytes
-            group.gather(of_one, found).wait()
-            of_all = [of_member.tolist() for of_member in found]
-        longest = max(sum(map(self._aligned, of_member)) for of_member in of_all)
-        messages = [torch.empty(longest, dtype=torch.uint8, device=message.device) for _ in range(group.size)]
-        given = message[:longest]  # what one sends is as long as the longest; its end may be anything
-        self._sent.sent += (group.size - 1) * longest
-        return _UnderWay(own, of_all, messages, given, group.gather(given, messages))
-
-
-class Parted(_Messages):
-    """Each member owns its own pieces, and gets the messages of these alone."""
-
-    alignment_bytes = 16  # so that what goes as it is can be read as numbers of any kind
-
-    def __init__(self, group: Group, coder: Coder | None, factors: Sequence[float], sent: SentBytes) -> None:
-        super().__init__(coder, factors, sent, group.rank)
-        self._group = group
-
-    def _send(
-        self, pieces: Sequence[list[Piece]], lengths: Sequence[list[int]], message: Tensor, ends: list[int]
-    ) -> _UnderWay:
-        group, rank = self._group, self._group.rank
-        self._sent.raw += sum(one.target.nbytes for own in pieces for one in own if not one.is_own)
-        given = [message[begin:end] for begin, end in pairwise(ends)]
-        of_all = self._lengths_of_all(lengths, len(pieces[rank]), message.device)
-        sizes = [sum(map(self._aligned, of_member)) for of_member in of_all]
-        own_message, given[rank], sizes[rank] = given[rank], message[:0], 0
-        together = torch.cat(given)
-        taken = together.new_empty(sum(sizes))
-        self._sent.sent += together.nbytes
-        pending = group.exchange(together, [*map(len, given)], taken, sizes)
-        messages = [*torch.split(taken, sizes)]
-        messages[rank] = own_message
-        return _UnderWay(pieces[rank], of_all, messages, together, pending)
-
-    def _lengths_of_all(
-        self, lengths: Sequence[list[int]], num_own: int, device: torch.device
-    ) -> list[list[int]]:
-        """How long the messages of this member's pieces are, of every member."""
-        group = self._group
-        if not isinstance(self._coder, Threshold):
-            return [lengths[group.rank]] * group.size
-        given = torch.tensor([one for own in lengths for one in own], dtype=torch.int64, device=device)
-        taken = given.new_empty(group.size * num_own)
-        self._sent.sent += given.nbytes - num_own * given.itemsize
-        group.exchange(given, [*map(len, lengths)], taken, [num_own] * group.size).wait()
-        return [one.tolist() for one in taken.view(group.size, num_own)]
