@@ -155,3 +155,35 @@ def test_a_batch_that_is_not_finite_is_so_everywhere_and_leaves_nothing(value: f
     for one, other in zip(members, without, strict=True):
         assert torch.equal(one.sums[2]["w0"], other.sums[1]["w0"])
         assert all(torch.equal(one.unsent[name], other.unsent[name]) for name in one.unsent)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2", "threshold:0.05:3"])
+@pytest.mark.parametrize("num", [2, 3])
+def test_what_no_member_has_a_gradient_of_is_as_if_the_batch_had_been_without_it(
+    num: int, codec: str
+) -> None:
+    """What one member has of a gradient is summed, with what the others have not sent of it before."""
+    batches = gradients_of(num, (1000, 300), 3)
+    mesh = Mesh(num)
+
+    def work(me: int) -> list[tuple[set[str], dict[str, Tensor]]]:
+        coded, found = GradientSummation(parse_sum_codec(codec)), []
+        for batch, of_members in enumerate(batches):
+            own = {name: one.clone() for name, one in of_members[me].items()}
+            held = {"w1"} if batch == 1 and me == 0 else set[str]() if batch == 1 else {"w0", "w1"}
+            gradients = BatchGradients(own, held)
+            group = mesh.group(me, range(num), Stamp(0, batch, 0))
+            coded.sum(group, [*own], gradients, 1 << 20, SentBytes(), batch=batch)
+            coded.settle(counts=True)
+            kept = {} if coded.feedback is None else coded.feedback.after(coded.feedback.num_batches)
+            unsent = {name: one[RESIDUAL].clone() for name, one in kept.items()}
+            found.append((gradients.held, {"sum": own["w1"], **unsent}))
+        return found
+
+    members = run_threads(num, work)
+    for of_member in members:
+        (_, first), (held, second), _ = of_member
+        assert held == {"w1"}
+        assert all(torch.equal(second[name], first[name]) for name in ("w0",) if name in first)
+        assert "w1" not in first or not torch.equal(second["w1"], first["w1"])
+        assert torch.equal(second["sum"], members[0][1][1]["sum"])

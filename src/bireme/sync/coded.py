@@ -38,6 +38,9 @@ from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
 from bireme.sync.group import DirectSums, Group, Pending
 from bireme.sync.slices import NUM_IN_FLIGHT, PART_SLICE_BYTES
 
+_FLAGS = ""
+"""The name of the numbers that tell which gradients a member has."""
+
 
 class GradientSummation:
     """Sums of one rank's gradients over a group, batch by batch, as they are or through a codec: whole on all
@@ -109,25 +112,30 @@ class GradientSummation:
                 matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, word, factor, piece))
         for view in whole.values() if factor != 1.0 else ():
             view.mul_(factor)
-        first = next(iter((whole or coded or views).values()))
-        numbers = flags.to(first.dtype if not first.is_complex() else torch.float32)
+        first = next((view.dtype for view in whole.values() if not view.is_complex()), torch.float32)
+        numbers = flags.to(first)
+        # Messages to all, and sums for all, take the flags along, for on late links each message counts.
+        goes_along = by_messages and not in_parts
         if whole or matrices:
             lefts = {one.name: one.left for one in matrices}
-            sum_all(group, {"": numbers, **whole, **lefts}, apart, slice_bytes, sent)
-        else:
+            sum_all(group, {_FLAGS: numbers, **whole, **lefts}, apart, slice_bytes, sent)
+        elif not goes_along:
             DirectSums(group).all_reduce(numbers).wait()
             sent.sent += (group.size - 1) * numbers.nbytes
-        note_held(gradients, names, numbers)
+        if not goes_along:
+            note_held(gradients, names, numbers)
         held = [one for one in matrices if one.name in gradients.held]
         if held:
             _sum_matrices(group, held, apart, slice_bytes, sent)
         for one in held if not self._keeps_basis else ():
             del one.kept[BASIS]
-        done = {one.name for one in matrices}
-        left = [name for name in views if name in gradients.held and name not in whole and name not in done]
+        done = {*whole, *(one.name for one in matrices)}
+        left = [name for name in names if name not in done and (goes_along or name in gradients.held)]
         word = f"{batch} {group.rank if sender is None else sender}"
         coder = None if matrices or not coded else coder_of(self.codec)
         most_bytes = min(slice_bytes, PART_SLICE_BYTES) if in_parts else slice_bytes
+        if goes_along:
+            views[_FLAGS], left = numbers, [_FLAGS, *left]
         if to_all:
             pieces = [[_piece_of(name, views[name], kept.get(name), word) for name in left]]
         else:
@@ -137,15 +145,19 @@ class GradientSummation:
             ]
             most_bytes //= group.size
         if in_parts:
-            own = {name: gradients.cuts[name][group.rank] for name in gradients.held.intersection(views)}
+            owned = {name: gradients.cuts[name][group.rank] for name in gradients.held.intersection(views)}
             sent.raw += sum(
                 views[name].nbytes - views[name].itemsize * (piece.stop - piece.start)
-                for name, piece in own.items()
+                for name, piece in owned.items()
             )
         else:
-            sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
+            sent.note(group.size, raw=sum(views[name].nbytes for name in names))
         give_sums = not in_parts and not to_all
         Messages(group, coder, factors, sent, to_all=to_all, give_sums=give_sums).sum(pieces, most_bytes)
+        if goes_along:
+            note_held(gradients, names, numbers)
+            if self.feedback is not None:
+                self.feedback.take_back(coded.keys() - gradients.held)
 
     @property
     def common(self) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ next batch is summed in the background, a checkpoint can still copy the state af
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,15 @@ class Feedback:
             return {
                 name: self._opened(name, view, now, adds=batch is not None) for name, view in views.items()
             }
+
+    def take_back(self, names: Collection[str]) -> None:
+        """Of these no member has a gradient in the batch under way: they are as they were before it."""
+        with self._lock:
+            for pair in (self._pairs[name] for name in names):
+                before, newest = pair.copies[1 - pair.newest], pair.copies[pair.newest]
+                newest[RESIDUAL].copy_(before[RESIDUAL])
+                rest = {key: value.clone() for key, value in before.items() if key != RESIDUAL}
+                pair.copies[pair.newest] = {RESIDUAL: newest[RESIDUAL], **rest}
 
     def settle(self, *, counts: bool) -> None:
         """The next batch is done; the batch after it goes on from its copies if it counts."""

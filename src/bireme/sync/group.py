@@ -17,6 +17,10 @@ from bireme.devices import staged
 
 _UNUSED_TAG = 2**31 - 1
 
+_SMALL_BYTES = 2**20
+"""On late links two members exchange up to this in less time than in gloo's ring; elsewhere it makes no
+difference."""
+
 _Result = TypeVar("_Result")
 
 
@@ -115,6 +119,8 @@ class DistGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
+        if self.size == 2 and tensor.is_cpu and tensor.nbytes <= _SMALL_BYTES:
+            return DirectSums(self).all_reduce(tensor)
         here = staged(tensor)
         return self._begun(
             "sum", lambda group: dist.all_reduce(here, group=group, async_op=True), [(here, tensor)]
@@ -234,7 +240,8 @@ class DistGroup:
 
 class DirectSums:
     """Sums of a few numbers over a group: each member sends its own to every other member and adds up all of
-    them, in the members' order. On late links this takes one message, and a ring one for each of its hops.
+    them, in the members' order. On late links this takes one message, and a ring one for each of its hops:
+    two between two members, for as many bytes.
     """
 
     def __init__(self, group: Group) -> None:
