@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from bireme.cluster.cluster import Card, Cluster, Link, Server
+from bireme.cluster.cluster import Card, Cluster, Link, Server, Switch
 from bireme.cluster.device import Device
 from bireme.codec.description import CodecRate
 from bireme.codec.sum_description import DENSE_SUMS, SiteRounds, SumCost, parse_sum_codec, sum_cost
@@ -62,6 +62,25 @@ def test_a_step_over_a_slow_link_takes_as_long_as_the_bytes_that_are_sent() -> N
     for codec in ("int8", "int2", "threshold:0.01:50", "lowrank:4"):
         saved_s = dense.batch_s - forecast(codec).batch_s
         assert saved_s == pytest.approx((1 - cost(codec).hop_share(2)) * gradients / SLOW, rel=0.05), codec
+
+
+def test_parts_are_as_late_as_two_messages_that_are_asked_for_and_a_ring_as_each_of_its_hops() -> None:
+    latency_s = 0.02
+    servers = tuple(
+        replace(server, name=f"{name}-{server.name}") for name in "ab" for server in cluster().servers
+    )
+    late = replace(cluster(), servers=servers, switch=Switch(latency_s=latency_s))
+    found = {}
+    for codec in ("int4", "none"):
+        devices = tuple(device.name for device in late.devices())
+        plan = Plan((), 4, "1f1b", width=4, micro_batch_sizes=(1,) * 4, devices=(devices,))
+        profile = replace(tiny_profile(), codecs=(CodecRate("int4 in sums", 0.0, 0.0, 0.0, 0.0),))
+        for one in (late, replace(late, switch=None)):
+            request = PlanRequest(batch_size=16, sums=cost(codec))
+            batch_s = forecast_of(plan, profile, one, request).batch_s
+            found[codec] = abs(found.get(codec, 0.0) - batch_s)
+    assert found["none"] == pytest.approx(6 * latency_s)
+    assert found["int4"] == pytest.approx(4 * latency_s)
 
 
 @pytest.mark.parametrize("codec", ["int4", "threshold:0.01:50", "lowrank:4"])

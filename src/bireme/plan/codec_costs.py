@@ -91,8 +91,8 @@ def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> 
 def sum_coding_s(
     codec: SumCodec, gradient_bytes: float, num_replicas: int, rates: Sequence[CodecRate] = ()
 ) -> float:
-    """The seconds in which a replica encodes so many bytes of gradients and decodes the messages of all. Parts
-    in few bits, and sums of parts, are together no more than the messages of two.
+    """The seconds in which a replica encodes so many bytes of gradients and decodes the messages of all.
+    Parts in few bits, and sums of parts, are together no more than the messages of two.
     """
     if codec.kind is SumKind.DENSE:
         return 0.0

@@ -101,8 +101,8 @@ def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device)
 
 
 def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate:
-    """All that a replica does for a sum but wait. More members take more seconds where all messages go to all:
-    those to decode them.
+    """All that a replica does for a sum but wait. Where all messages go to all, more members take longer: as
+    long as their messages take to decode.
     """
     few, many = (_seconds_of_sum(codec, size, device) for size in _NUM_MEMBERS)
     decode_s = max((many - few) / (_NUM_MEMBERS[1] - _NUM_MEMBERS[0]), 0.0)

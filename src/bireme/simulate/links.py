@@ -93,10 +93,13 @@ def ring_lanes(path: Callable[[int, int], Sequence[Lane]], devices: Sequence[int
     return Counter(lane for hop in hops(sorted(set(devices))) for lane in path(*hop))
 
 
-def ring_latency_s(cluster: Cluster, devices: Sequence[int]) -> float:
-    """How late a sum over these devices is, whatever its bytes."""
+def ring_latency_s(cluster: Cluster, devices: Sequence[int], *, is_direct: bool = False) -> float:
+    """How late a sum over these devices is, whatever its bytes. One that `is_direct` sends parts and then the
+    sums of parts to all others at once, which are asked for them first.
+    """
     ring = sorted(set(devices))
-    return 2 * (len(ring) - 1) * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+    times = min(2 * (len(ring) - 1), 4) if is_direct else 2 * (len(ring) - 1)
+    return times * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
 
 
 def ring_parts(devices: Sequence[int]) -> int:
