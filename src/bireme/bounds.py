@@ -115,5 +115,5 @@ def against_predicted(measured: float | None, predicted: float | None, *, is_tim
 
 def counted(number: int, what: str) -> str:
     """Such as `1 stage`, `4 stages` or `1,024 batches`."""
-    ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if what.endswith(("ch", "s")) else "s"
     return f"{number:,} {what}{ending}"

@@ -45,17 +45,18 @@ class Torchrun:
 def torchrun_train(
     run: Path,
     *words: str,
+    verb: str = "train",
     ranks: int = 2,
     options: Sequence[str] = ("--standalone",),
     pace_s: float = 0.0,
     first: Callable[[], None] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Torchrun]:
-    """`torchrun OPTIONS --nproc-per-node RANKS -m bireme train WORDS`; `run` is the folder of the run.
+    """`torchrun OPTIONS --nproc-per-node RANKS -m bireme VERB WORDS`; `run` is the folder of the run.
 
     `first` is called in torchrun's process before all else.
     """
-    launcher = ("-m", TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "bireme", "train")
+    launcher = ("-m", TORCHRUN, *options, "--nproc-per-node", str(ranks), "-m", "bireme", verb)
     scratch = os.environ["BIREME_TESTS_FOLDER"]  # where torchrun keeps what it would leave if it is killed
     environment = {PACE: str(pace_s), "TMPDIR": scratch, **(variables or {})}
     process = Copy([*launcher, *words], ROOT, variables=environment, first=first)

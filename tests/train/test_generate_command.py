@@ -1,7 +1,10 @@
-"""`bireme generate`: the tokens of transformers' own `generate`, whether a model fits the memory or not."""
+"""`bireme generate`: the tokens of transformers' own `generate`, in one process or in several."""
 
-import json
+import os
+import signal
+import time
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,71 +13,178 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
+from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.sources import load_source
 from bireme.model.weights import materialize
+from bireme.runtime.token_line import SCORES, ModelPart, TokenLine, continued
 from bireme.train import generating
-from bireme.train.generating import TextRequest, continued, writer_of
-from bireme.train.subject import Subject, subject_of
+from bireme.train.data.tokenizer import load_tokenizer
+from bireme.train.generating import Choice, TextRequest, writer_of
+from bireme.train.model import RunModel
+from bireme.train.model_parts import CapturedPart, DecoderPart, DividedModel, divided
+from bireme.train.subject import subject_of
 from tests.support.command import bireme
+from tests.support.copies import Copy
+from tests.support.extent import TRY_ALL
 from tests.support.graphs import captured_once
+from tests.support.patience import patience_s
+from tests.support.thread_transport import ThreadFabric
 from tests.support.tiny_llama import greedy, save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
-from tests.support.training import GPT
+from tests.support.together import run_threads
+from tests.support.torchrun_runs import torchrun_train
+from tests.support.training import GPT, Running, running
 
 pytestmark = pytest.mark.slow
 
 Capture = pytest.CaptureFixture[str]
 PROMPT, COUNT = "def function(self", 12
+ENDLESS = 0.02
+"""The spread of weights with which a model does not end its text."""
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
-def llama(folder: Path) -> Path:
-    return save_tokenizer(save_llama(folder, max_position_embeddings=64, initializer_range=0.4))
+def llama(folder: Path, spread: float = 0.4) -> Path:
+    return save_tokenizer(save_llama(folder, max_position_embeddings=64, initializer_range=spread))
 
 
-@pytest.mark.parametrize("room", [None, 20_000, 0])
+@pytest.mark.parametrize("room", [None, 0])
 def test_a_folder_writes_what_transformers_writes(
     room: int | None, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory with the cache; as stages of which some stay in memory; as stages that are all read again."""
+    """With its layers in memory; with layers that are read again for each token."""
     folder = llama(tmp_path / "llama")
     if room is not None:
-        monkeypatch.setattr(generating, "_room", lambda _device: room)
+        monkeypatch.setattr(generating, "room_on", lambda _device: room)
     words = ["generate", str(folder), PROMPT, "--tokens", str(COUNT), "--temperature", "0"]
     found = bireme(capsys, *words, "--json").document
     assert found["ids"] == greedy(folder, PROMPT, COUNT)
-    assert ("transformers" in found["by"]) == (room is None)
-    assert ("read for each token" in found["by"]) == (room is not None)
-    shown = bireme(capsys, *words)
+    assert (found["num_processes"], found["device"], found["ended"]) == (1, "cpu", False)
+    assert 0 < found["first_s"] < found["seconds"]
+    how = "1 process with a cache of keys and values"
+    assert found["by"] == (how if room is None else f"{how}, 2 layers read for each token")
+    monkeypatch.setattr("sys.stdin", StringIO(f"{PROMPT}\n"))
+    shown = bireme(capsys, *words[:2], "-", *words[3:])
     assert shown.out == f"{PROMPT}{found['text']}\n"
-    assert "12 tokens, " in shown.err
+    assert "12 tokens, the first one after " in shown.err
+    assert f" tokens/s; {found['by']}, on cpu" in shown.err
 
 
-def test_stages_write_on_when_the_context_is_full() -> None:
+def generating_by(folder: Path, *words: str) -> Any:
+    """`bireme generate` by two processes, greedily, in the background."""
+    return running(folder, "generate", str(folder), PROMPT, "--temperature", "0", "--workers", "2", *words)
+
+
+def wait_for_text(process: Running, text: str) -> None:
+    assert isinstance(process.process, Copy)
+    out, end_s = process.process.out, time.monotonic() + patience_s()
+    while len(out.read_text()) < len(text):
+        assert time.monotonic() < end_s, process.said
+        assert process.process.poll() is None, process.said
+        time.sleep(0.02)
+    assert out.read_text().startswith(text)
+
+
+def test_two_processes_write_what_one_writes_until_one_of_them_dies(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "llama", ENDLESS)
+    text = load_tokenizer("auto", model_folder=folder, model_vocabulary=300).decode(
+        greedy(folder, PROMPT, COUNT)
+    )
+    with generating_by(folder, "--tokens", "1000000") as process:
+        wait_for_text(process, f"{PROMPT}{text}")
+        os.kill(process.ranks[1], signal.SIGKILL)
+        ended = process.ended()
+    assert ended.status == 1
+    assert ended.err.strip().startswith("bireme: Rank 1 failed: its process was killed by signal 9 (SIGKILL)")
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(not TRY_ALL, reason="the test before asks most of it")
+def test_an_interrupt_leaves_no_process_and_torchrun_starts_them_too(tmp_path: Path, capsys: Capture) -> None:
+    folder = llama(tmp_path / "llama", ENDLESS)
+    with generating_by(folder, "--tokens", "1000000") as process:
+        wait_for_text(process, PROMPT)
+        os.kill(process.process.pid, signal.SIGINT)
+        ended = process.ended()
+    assert (ended.status, ended.err.strip()) == (130, "")
+    words = [str(folder), PROMPT, "--temperature", "0", "--tokens", str(COUNT), "--json"]
+    with torchrun_train(folder, *words, verb="generate") as started:
+        found = started.ended().document
+    assert found["ids"] == greedy(folder, PROMPT, COUNT)
+    assert found["num_processes"] == 2
+    result = bireme(capsys, "generate", str(folder), PROMPT, "--workers", "3")
+    assert result.status == 2
+    assert "The model has 2 layers, which are too few for 3 processes" in result.err
+
+
+def test_parts_of_a_captured_model_write_on_when_the_context_is_full() -> None:
     source = load_source(GPT, batch=4)
     make = partial(capture, source.model, source.example_inputs, training=False)
     graph = captured_once(f"evaluation of {GPT}", make, is_kept=True)
     made = materialize(source.model, [one.name for one in graph.parameters], seed=3, dtype=torch.float32)
-    stages = generating._Stages(
-        graph, lambda names: {name: made[name] for name in names}, torch.device("cpu"), GPT
-    )
     whole: Any = load_source(GPT, device="cpu", training=False).model
     whole.load_state_dict(made, strict=False)
+    model = DividedModel(GPT, graph, None, 32)
 
-    def predict(ids: Any) -> torch.Tensor:
-        scores: torch.Tensor = whole(input_ids=torch.tensor([ids]))["logits"][0, -1]
-        return scores
+    class Whole(ModelPart):
+        context = 32
+
+        def run(self, ids: Any, count: int, received: Any) -> Any:
+            return {SCORES: whole(input_ids=torch.tensor([ids]))["logits"][0, -1]}
+
+    def writes(part: ModelPart, temperature: float, line: TokenLine | None = None) -> list[int]:
+        asked = TextRequest("", 40, temperature, seed=5, top_p=0.9)
+        with torch.no_grad():
+            return list(continued(part, [7, 8], Choice(asked, 256, frozenset()), 40, line))
+
+    def part(rank: int, size: int, room: float) -> DecoderPart | CapturedPart:
+        weights = lambda names: {name: made[name] for name in names}  # noqa: E731
+        return model.part(weights, torch.device("cpu"), [room] * size, rank)
+
+    def in_a_line(fabric: ThreadFabric, temperature: float, rank: int) -> list[int]:
+        line = TokenLine(fabric.of(rank), torch.device("cpu"))
+        return writes(part(rank, 3, 20_000), temperature, line)
 
     for temperature in (0.0, 1.0):
-        asked = TextRequest("", 40, temperature, seed=5)
-        words: dict[str, Any] = {"context": 32, "num_tokens": 256, "ends": frozenset[int]()}
-        with torch.no_grad():
-            wanted = list(continued(predict, [7, 8], asked, **words))
-        assert list(continued(stages, [7, 8], asked, **words)) == wanted
+        wanted = writes(Whole(), temperature)
         assert len(wanted) == 40
+        assert writes(part(0, 1, 1e9), temperature) == wanted
+        assert run_threads(3, partial(in_a_line, ThreadFabric(3), temperature))[0] == wanted
+    assert part(0, 1, 20_000).how.endswith(", 5 units read for each token")
+
+
+def test_parts_have_equal_bytes_or_else_what_there_is_room_for() -> None:
+    assert divided([4, 1, 1, 1, 1, 4], [9, 9]) == (3,)
+    assert divided([4, 1, 1, 1, 1, 4], [4, 100]) == (1,)
+    assert divided([4, 1, 1, 1, 1, 4], [100, 4]) == (5,)
+    assert divided([4, 4, 4], [1, 100, 1]) == (1, 2)
+    assert divided([1, 1, 1, 1, 1, 1], [1, 1, 2]) == (1, 3)
+
+
+def test_the_likeliest_tokens_are_drawn_that_have_the_probability_together() -> None:
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    for top_p, wanted in ((0.0, {0}), (0.5, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
+        choice = Choice(TextRequest("", 1, 1.0, 0, top_p=top_p), 4, frozenset())
+        assert {choice(scores.clone()) for _ in range(200)} == wanted
+
+
+@torch.no_grad()
+def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "llama")
+    sets = ("model.lora.rank=4", "model.lora.use_dora=true", "model.frozen_dtype=nf4", "data.length=8")
+    subject = subject_of(str(folder), sets, lambda _text: None)
+    model = RunModel.of(subject.run, 1)
+    graph, decoder = model.evaluation.graph(1), decoder_of(model.source.model)
+    assert decoder is not None
+    states = state_graph(model.source.model, graph)
+    assert any(state.packed for state in states.parameters)
+    weights, cpu, ids = model.weights(graph), torch.device("cpu"), [7, 3, 9, 1, 2, 8, 4, 6]
+    wanted = DividedModel("model", graph, None, 8).part(weights, cpu, [1e9]).run(ids, 8, {})[SCORES]
+    layers = DividedModel("model", states, decoder, 64).part(weights, cpu, [1e9])
+    torch.testing.assert_close(layers.run(ids, 8, {})[SCORES], wanted)
 
 
 def test_a_chat_is_asked_by_the_template_and_ends_with_the_answer(tmp_path: Path) -> None:
@@ -83,28 +193,15 @@ def test_a_chat_is_asked_by_the_template_and_ends_with_the_answer(tmp_path: Path
     subject = subject_of(str(folder), (), lambda _text: None)
     asked = TextRequest("value?", 5, 0.0, 0, is_chat=True)
     writer = writer_of(subject, asked, lambda _done, _what: None)
-    assert writer.tokenizer.marked(writer.first) == "[user]value?<end>[assistant]"
-    assert writer.tokenizer.encode("<end>")[0] in writer.ends
+    assert writer.tokenizer.marked(writer.task.first) == "[user]value?<end>[assistant]"
+    assert writer.tokenizer.encode("<end>")[0] in writer.task.ends
     pieces: list[str] = []
     found = writer.write(pieces.append)
     assert "".join(pieces) == found.text
-    assert found.num_prompt_tokens == len(writer.first)
+    assert found.num_prompt_tokens == len(writer.task.first)
     drawn = [writer_of(subject, TextRequest("a", 9, 2.0, seed), lambda _d, _w: None) for seed in (1, 1, 2)]
     same, again, other = (one.write(lambda _text: None).ids for one in drawn)
     assert same == again != other
-
-
-def test_a_run_that_has_exported_its_newest_weights_writes_with_them(tmp_path: Path) -> None:
-    folder = llama(tmp_path / "run" / "model")
-    run = subject_of(str(folder), (), lambda _text: None).run
-    for step, wanted in ((4, folder), (6, None)):
-        (folder / "bireme.json").write_text(json.dumps({"step": 4}))
-        subject = Subject(str(tmp_path / "run"), run, step=step, is_run=True)
-        assert generating._folder_of(subject) == wanted
-    whole = Subject(str(folder), run)
-    assert generating._folder_of(whole) == folder
-    (folder / "model.safetensors").unlink()
-    assert generating._folder_of(whole) is None
 
 
 def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:

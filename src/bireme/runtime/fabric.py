@@ -297,10 +297,13 @@ class Fabric(Protocol):
 
 
 class DistFabric:
-    """The fabric of processes that an open world has joined."""
+    """The fabric of processes that an open world has joined. `wait_s` is how long a message over sockets may
+    take, by default the world's timeout.
+    """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, wait_s: float | None = None) -> None:
         self._world = world
+        self._wait_s = world.timeout_s if wait_s is None else wait_s
         self.rank, self.size = world.rank, world.size
 
     def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
@@ -330,7 +333,7 @@ class DistFabric:
             )
             has_own_cores = world.num_local * torch.get_num_threads() <= num_cores()
             awake_s = _AWAKE_S if has_own_cores else 0.0
-            transport = SocketTransport(lines, timeout_s=world.timeout_s, awake_s=awake_s)
+            transport = SocketTransport(lines, timeout_s=self._wait_s, awake_s=awake_s)
         world.watch.abort_on_failure(transport)
         return transport
 

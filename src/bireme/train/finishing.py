@@ -14,6 +14,7 @@ from bireme.errors import BiremeError
 from bireme.files import free_bytes, write_text_atomically
 from bireme.model.sources import load_source
 from bireme.profile.optimizers import SHORT, optimizer_bytes
+from bireme.runtime.token_line import SCORES, ModelPart, Tensors, continued
 from bireme.schedule.program import Rule
 from bireme.train.checkpoint.checkpoint import Checkpoint, find_checkpoints, newest_good
 from bireme.train.checkpoint.writer import LEAST_KEPT
@@ -23,7 +24,7 @@ from bireme.train.data.samples import IGNORED
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
-from bireme.train.generating import TextRequest, continued, end_ids
+from bireme.train.generating import Choice, TextRequest, end_ids
 from bireme.train.model import remove_initial
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun
@@ -138,21 +139,13 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
     if example is not None:
         first = _question(run, data, tokenizer, example)
     ends = end_ids(run, tokenizer, () if example is None else example.answer)
-    model = _model(run, weights)
-
-    def predict(ids: Sequence[int]) -> Tensor:
-        outputs = model(input_ids=torch.tensor([ids]))
-        scores: Tensor = (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1]
-        return scores
-
+    part = _WholeModel(run, weights)
     asked = TextRequest(run.log.prompt, run.log.sample_tokens, _TEMPERATURE, seed=0)
     before = torch.get_num_threads()
     if weights.num_bytes < _LEAST_SHARED_BYTES:
         torch.set_num_threads(1)
     try:
-        made = continued(
-            predict, first, asked, context=run.data.length, num_tokens=tokenizer.num_tokens, ends=ends
-        )
+        made = continued(part, first, Choice(asked, tokenizer.num_tokens, ends), asked.num_tokens)
         return tokenizer.decode([*first, *made])
     except Exception:
         if run.model.source.startswith(("gpt:", "hf:")):
@@ -193,16 +186,25 @@ def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Examp
     return tokenizer.encode(prompt) or example.question
 
 
-def _model(run: RunFile, weights: NewestWeights) -> Any:
-    model: Any = load_source(
-        run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
-    ).model
-    own = model.state_dict()
-    for name in weights.keys() & own.keys():
-        own[name].copy_(weights[name])
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    return model
+class _WholeModel(ModelPart):
+    """The model of a run, whole and without a cache."""
+
+    def __init__(self, run: RunFile, weights: NewestWeights) -> None:
+        self.context = run.data.length
+        model: Any = load_source(
+            run.model.source, length=run.data.length, device="cpu", training=False, part=run.model.part
+        ).model
+        own = model.state_dict()
+        for name in weights.keys() & own.keys():
+            own[name].copy_(weights[name])
+        if hasattr(model, "tie_weights"):
+            model.tie_weights()
+        self._model = model
+
+    def run(self, ids: Sequence[int], count: int, received: Tensors) -> Tensors:
+        """The scores after these tokens."""
+        outputs = self._model(input_ids=torch.tensor([ids]))
+        return {SCORES: (outputs if isinstance(outputs, Tensor) else outputs["logits"])[0, -1]}
 
 
 # Room on the disk for what a run saves: how much its checkpoints and its model take, and how much is free.

@@ -1,17 +1,15 @@
-"""`bireme generate`: text that a model writes, token by token.
+"""`bireme generate`: text that a model writes, token by token, in one process or in a line of several.
 
-A folder of transformers that fits a device here writes with transformers' own `generate` and its cache of
-keys and values. Every other model runs as stages, one after the other, each with its weights from the
-checkpoint: those that fit stay in memory, the others are read again for each token. A captured graph has no
-cache, so each token takes a forward over all tokens before it.
+A decoder of transformers writes with a cache of keys and values: each process has some of its layers. Any
+other model runs as captured units without a cache, so each token takes a forward over all tokens before it.
 """
 
-import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -19,38 +17,38 @@ import torch
 from torch import Tensor
 
 from bireme.bounds import counted
-from bireme.cluster.machine import available_bytes
-from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
+from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
 from bireme.errors import BiremeError
-from bireme.model.graph import Graph, Reference, Value
-from bireme.model.stage import StageFunction, stage_function
-from bireme.model.units import units_of
-from bireme.model.weights import Weights
+from bireme.model.decoder import decoder_of, state_graph
+from bireme.model.graph import Graph
+from bireme.model.graph_file import load_graph, save_graph
+from bireme.plan.plan_file import load_plan
+from bireme.runtime.fabric import DistFabric
+from bireme.runtime.launch import launch
+from bireme.runtime.token_line import TokenLine, continued
+from bireme.runtime.world import World
 from bireme.train.data.encoding import chat_form
 from bireme.train.data.prepare import vocabulary_of
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
-from bireme.train.export import exported_step
 from bireme.train.folder import RunFolder
+from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
+from bireme.train.model_parts import IDS, CapturedPart, DecoderPart, DividedModel, room_on
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.defaults import WEIGHTS, context_of, folder_of
+from bireme.train.run_file.defaults import context_of, folder_of
 from bireme.train.subject import Subject
-from bireme.user_code import reason_of
-
-Predict = Callable[[Sequence[int]], Tensor]
-"""From token ids to the scores of the token after the last of them."""
 
 Tell = Callable[[str], None]
+Progress = Callable[[float, str], None]
 
-_FILLED = 0.8
-"""Share of the free memory that weights may take, so that there is room for what goes through them."""
-
-_IDS, _LABELS, _LOGITS = "input_ids", "labels", "logits"
+_LABELS = "labels"
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a model wrote. `ended` is whether it ended the text itself; `by` is what ran it on `device`."""
+    """What a model wrote. `ended` is whether it ended the text itself; `by` is what ran it on `device`. The
+    first token was there after `first_s` of the `seconds`.
+    """
 
     model: str
     step: int | None
@@ -60,6 +58,8 @@ class Generated:
     num_prompt_tokens: int
     ended: bool
     seconds: float
+    first_s: float
+    num_processes: int
     by: str
     device: str
 
@@ -67,10 +67,20 @@ class Generated:
         """In the words of JSON."""
         return asdict(self)
 
+    @property
+    def speed(self) -> str:
+        """The tokens a second, and what they rest on."""
+        count, rest_s = len(self.ids), self.seconds - self.first_s
+        rate = f", then {(count - 1) / rest_s:,.1f} tokens/s" if count > 1 and rest_s > 0 else ""
+        prompt = f"the first one after {self.first_s:.2f} s for a prompt of {self.num_prompt_tokens:,}"
+        begin = f"{counted(count, 'token')}, {prompt}{rate}" if count else "no token"
+        return f"{begin}; {self.by}, on {self.device}"
+
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What to write: at most `num_tokens`, the likeliest if the temperature is 0, else drawn from `seed`.
+    """What to write: at most `num_tokens`, the likeliest if the temperature is 0, else drawn from `seed`
+    among the likeliest ones that have `top_p` of the probability together.
 
     With `is_chat` the prompt is a message of the user's.
     """
@@ -80,51 +90,115 @@ class TextRequest:
     temperature: float
     seed: int
     is_chat: bool = False
+    top_p: float = 1.0
+
+
+class Choice:
+    """Chooses the next token, an id below `num_tokens`, by the scores of all; None for one of the `ends`."""
+
+    def __init__(self, asked: TextRequest, num_tokens: int, ends: frozenset[int]) -> None:
+        self._asked, self._num_tokens, self._ends = asked, num_tokens, ends
+        self._generator = torch.Generator().manual_seed(asked.seed)
+
+    def __call__(self, given: Tensor) -> int | None:
+        """The next token of the text."""
+        scores, asked = given.float().cpu(), self._asked
+        scores[self._num_tokens :] = -torch.inf
+        if asked.temperature:
+            shares = torch.softmax(scores / asked.temperature, dim=-1)
+            if asked.top_p < 1:
+                ordered, places = shares.sort(descending=True)
+                shares[places[1:][ordered.cumsum(0)[:-1] >= asked.top_p]] = 0
+            chosen = int(torch.multinomial(shares, 1, generator=self._generator))
+        else:
+            chosen = int(scores.argmax())
+        return None if chosen in self._ends else chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What all processes know: the model of `run` with its weights, and what to write with it.
+
+    `cuts` are those of the run's plan, None if the processes divide the model by their memory. `graph` is a
+    file with the captured model, None if each process captures it.
+    """
+
+    subject: Subject
+    run: RunFile
+    asked: TextRequest
+    first: tuple[int, ...]
+    """The ids of the prompt."""
+    ends: frozenset[int]
+    num_tokens: int
+    """The ids that the tokenizer knows."""
+    context: int
+    is_cached: bool
+    num_processes: int
+    cuts: tuple[int, ...] | None = None
+    graph: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextWriter:
-    """A model that is loaded, and what it is to write."""
+    """A model that is ready to write: loaded, if it writes in this process alone."""
 
-    subject: Subject
-    asked: TextRequest
+    task: _Task
     tokenizer: Tokenizer
-    first: tuple[int, ...]
-    """The ids of the prompt."""
-    ends: frozenset[int]
-    engine: "_Transformers | _Stages"
+    part: DecoderPart | CapturedPart | None = None
+    graph: Graph | None = None
 
     def write(self, tell: Tell) -> Generated:
-        """Let the model write; `tell` gets each piece of the text as soon as it is there."""
-        text, asked, begin_s = _Text(self.tokenizer, self.first, tell), self.asked, perf_counter()
-        if isinstance(self.engine, _Transformers):
-            ids = self.engine.write(self.first, asked, self.ends, text)
-        else:
-            made = continued(
-                self.engine,
-                self.first,
-                asked,
-                context=self.engine.length,
-                num_tokens=self.tokenizer.num_tokens,
-                ends=self.ends,
-            )
-            ids = [text.add(number) for number in made]
-        return Generated(
-            self.subject.name,
-            self.subject.step,
-            asked.prompt,
-            text.end(),
-            tuple(ids),
-            len(self.first),
-            len(ids) < asked.num_tokens,
-            perf_counter() - begin_s,
-            self.engine.name,
-            self.engine.device.type,
-        )
+        """Let the model write; `tell` gets each piece of the text as soon as it is there. If several
+        processes write, one of them calls it, so it must be importable.
+        """
+        if self.part is not None:
+            return _written(self.task, self.tokenizer, self.part, None, tell)
+        task, run = self.task, self.task.run
+        machines = machines_here(_over(run, task.num_processes))
+        with TemporaryDirectory() as scratch:
+            if self.graph is not None:
+                task = replace(task, graph=Path(scratch) / "graph.json")
+                save_graph(self.graph, Path(scratch) / "graph.json")
+            found = launch(
+                _write_part,
+                task.num_processes,
+                task,
+                tell,
+                timeout_s=run.cluster.timeout_s,
+                threads_per_process=machines.threads,
+                device=machines.device,
+            )[0]
+        assert found is not None
+        return found
+
+    def write_with_others(self, tell: Tell) -> Generated | None:
+        """The same in processes that torchrun has started, each of which calls this; None but on rank 0."""
+        device = _device(self.task.run).type
+        with World.from_environment(timeout_s=self.task.run.cluster.timeout_s, device=device) as world:
+            return _write_part(world, self.task, tell)
 
 
-def writer_of(subject: Subject, asked: TextRequest, progress: Callable[[float, str], None]) -> TextWriter:
-    """The model of a subject, loaded by transformers if a device has room for it, else as stages."""
+def show(text: str) -> None:
+    """Write a piece of a text to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def hide(_text: str) -> None:
+    """Show nothing of a text before it is whole."""
+
+
+def writer_of(
+    subject: Subject,
+    asked: TextRequest,
+    progress: Progress,
+    *,
+    workers: int | None = None,
+    is_of_many: bool = False,
+) -> TextWriter:
+    """The model of a subject, ready to write in as many processes, by default as many as its weights need.
+    With `is_of_many` other programs have started them, and each makes a writer.
+    """
     progress(0.0, "loading the model")
     run = subject.run
     changed = {  # nothing that packs documents, and a last layer that leaves its scores
@@ -134,58 +208,114 @@ def writer_of(subject: Subject, asked: TextRequest, progress: Callable[[float, s
     run = run.model_copy(update=changed)
     model = RunModel.of(run, 1)
     _check_writes(model, subject.name)
-    made_from = folder_of(run.model.source)
-    tokenizer = load_tokenizer(
-        run.data.tokenizer,
-        model_folder=made_from,
-        model_vocabulary=vocabulary_of(model.source.base),
-    )
+    tokenizer = _tokenizer_of(model)
     first, ends = _first(subject, tokenizer, asked)
-    config: Any = model.source.base.config if made_from is not None else None
+    config: Any = model.source.base.config if folder_of(run.model.source) is not None else None
     context = None if config is None else context_of(config.to_dict())
-    length = len(first) + asked.num_tokens
-    folder = _folder_of(subject)
-    device = None if folder is None or length > (context or length) else _room_for(model)
-    engine: _Transformers | _Stages
-    if folder is not None and device is not None:
-        engine = _Transformers(model, folder, device)
-    else:
+    decoder = decoder_of(model.source.model)
+    states = _states(subject, model)
+    num_bytes = sum(state.num_bytes for state in (*states.parameters, *states.buffers))
+    count, device = workers or _num_needed(run, num_bytes), _device_for(run, num_bytes)
+    is_whole = count == 1 and num_bytes <= room_on(device)
+    if decoder is not None and decoder.layers is None and not is_whole:
+        decoder = None
+    if decoder is None:
+        length = len(first) + asked.num_tokens
         data = run.data.model_copy(update={"length": min(length, context or length)})
-        model = RunModel.of(run.model_copy(update={"data": data}), 1)
+        run = run.model_copy(update={"data": data})
+        model = RunModel.of(run, 1)
         progress(0.0, "capturing the model")
-        graph = model.evaluation.graph(1)
-        subject.check(model, graph)
-        progress(0.0, "loading the weights")
-        engine = _Stages(graph, subject.weights(model, graph), _device(run), subject.name)
-    return TextWriter(subject, asked, tokenizer, tuple(first), ends, engine)
+        states = model.evaluation.graph(1)
+    subject.check(model, states)
+    whole = DividedModel(subject.name, states, decoder, context or sys.maxsize)
+    num_parts = len(whole.sizes())
+    if count > num_parts:
+        what = "units" if decoder is None else "layers"
+        raise BiremeError(
+            f"The model has {num_parts} {what}, which are too few for {count} processes: each needs one. Ask "
+            "for fewer."
+        )
+    cuts = _planned_cuts(subject, count, whole)
+    known = (tokenizer.num_tokens, whole.context, decoder is not None, count, cuts)
+    task = _Task(subject, run, asked, tuple(first), ends, *known)
+    if count > 1 or is_of_many:
+        return TextWriter(task, tokenizer, graph=None if is_of_many or decoder is not None else states)
+    progress(0.0, "loading the weights")
+    return TextWriter(task, tokenizer, whole.part(subject.weights(model, states), device, [room_on(device)]))
 
 
-def continued(
-    predict: Predict,
-    first: Sequence[int],
-    asked: TextRequest,
-    *,
-    context: int,
-    num_tokens: int,
-    ends: frozenset[int],
-) -> Iterator[int]:
-    """Ids below `num_tokens`, one by one, each predicted from the last `context` before it, up to one of the
-    `ends`.
-    """
-    generator = torch.Generator().manual_seed(asked.seed)
-    ids = list(first)
-    for _ in range(asked.num_tokens):
-        scores = predict(ids[-context:]).float().cpu()
-        scores[num_tokens:] = -torch.inf
-        if asked.temperature:
-            shares = torch.softmax(scores / asked.temperature, dim=-1)
-            chosen = int(torch.multinomial(shares, 1, generator=generator))
-        else:
-            chosen = int(scores.argmax())
-        if chosen in ends:
-            return
-        ids.append(chosen)
-        yield chosen
+def _written(
+    task: _Task,
+    tokenizer: Tokenizer,
+    part: DecoderPart | CapturedPart,
+    line: TokenLine | None,
+    tell: Tell,
+) -> Generated:
+    """The text, on rank 0."""
+    text, begin_s = _Text(tokenizer, task.first, tell), perf_counter()
+    ids, first_s = list[int](), 0.0
+    for number in continued(part, task.first, _choice(task), task.asked.num_tokens, line):
+        first_s = first_s or perf_counter() - begin_s
+        ids.append(text.add(number))
+    how = f"{counted(task.num_processes, 'process')} {part.how}"
+    return Generated(
+        task.subject.name,
+        task.subject.step,
+        task.asked.prompt,
+        text.end(),
+        tuple(ids),
+        len(task.first),
+        len(ids) < task.asked.num_tokens,
+        perf_counter() - begin_s,
+        first_s,
+        task.num_processes,
+        how,
+        part.device.type,
+    )
+
+
+def _choice(task: _Task) -> Choice:
+    return Choice(task.asked, task.num_tokens, task.ends)
+
+
+def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
+    """What every process of a line does: load its part of the model, and let the tokens through."""
+    model, device = RunModel.of(task.run, 1), world.device
+    line = TokenLine(DistFabric(world, wait_s=torch.inf), device)
+    decoder = decoder_of(model.source.model) if task.is_cached else None
+    if decoder is not None:
+        states = _states(task.subject, model)
+    else:
+        states = model.evaluation.graph(1) if task.graph is None else load_graph(task.graph)
+    whole = DividedModel(task.subject.name, states, decoder, task.context)
+    sharing = 1 if device.type == "cpu" else num_accelerators()
+    world.store.set(f"room/{world.rank}", str(room_on(device) / max(1.0, world.num_local / sharing)))
+    rooms = [float(world.store.get(f"room/{rank}")) for rank in range(world.size)]
+    weights = task.subject.weights(model, states)
+    part = whole.part(weights, device, rooms, world.rank, task.cuts)
+    try:
+        line.meet()
+        if world.rank == 0:
+            return _written(task, _tokenizer_of(model), part, line, tell)
+        for _ in continued(part, task.first, _choice(task), task.asked.num_tokens, line):
+            pass
+    except BrokenPipeError:  # the reader of the text has enough
+        raise KeyboardInterrupt from None
+    finally:
+        line.close()
+    return None
+
+
+def _planned_cuts(subject: Subject, count: int, model: DividedModel) -> tuple[int, ...] | None:
+    """The cuts of the run's plan, if its stages are as many as the processes."""
+    if count == 1 or not subject.is_run or subject.graph is None:
+        return None
+    cuts = load_plan(RunFolder(Path(subject.name)).plan).plan.cuts
+    if len(cuts) + 1 != count:
+        return None
+    if model.decoder is not None:
+        return model.decoder.cuts(load_graph(subject.graph), cuts)
+    return cuts if cuts[-1] < len(model.sizes()) else None
 
 
 def end_ids(run: RunFile, tokenizer: Tokenizer, answer: Sequence[int] = ()) -> frozenset[int]:
@@ -212,11 +342,20 @@ def _check_writes(model: RunModel, name: str) -> None:
     can = getattr(source, "can_generate", None)
     config = getattr(source, "config", None)
     is_other = can is not None and (not can() or getattr(config, "is_encoder_decoder", False))
-    if is_other or _IDS not in inputs or inputs.keys() - {_IDS, _LABELS}:
+    if is_other or IDS not in inputs or inputs.keys() - {IDS, _LABELS}:
         raise BiremeError(
             f"{name} holds a {type(source).__name__}, which does not continue a text: it takes "
             f"{', '.join(inputs)}. Name a model that predicts the next token from input_ids alone."
         )
+
+
+def _tokenizer_of(model: RunModel) -> Tokenizer:
+    """The tokenizer of a run."""
+    return load_tokenizer(
+        model.run.data.tokenizer,
+        model_folder=folder_of(model.run.model.source),
+        model_vocabulary=vocabulary_of(model.source.base),
+    )
 
 
 def _first(subject: Subject, tokenizer: Tokenizer, asked: TextRequest) -> tuple[list[int], frozenset[int]]:
@@ -260,27 +399,27 @@ class _Text:
         return text[self._begin :]
 
 
-# A folder that transformers loads, in the memory of one device.
+# The memory that weights have.
 
 
-def _folder_of(subject: Subject) -> Path | None:
-    """The folder of transformers with the weights of a subject; None if there is none."""
-    if subject.is_run:
-        folder: Path | None = RunFolder(Path(subject.name)).model
-        is_newest = folder is not None and exported_step(folder) == subject.step
-    else:
-        folder = folder_of(subject.run.model.source)
-        is_newest = subject.folder is None and subject.run.model.lora.rank is None
-    if folder is None or not is_newest or not (folder / "config.json").is_file():
-        return None
-    return folder if any(any(folder.glob(one)) for one in WEIGHTS) else None
+def _over(run: RunFile, count: int) -> RunFile:
+    """The run on as many processes of this machine."""
+    here = run.cluster.model_copy(update={"source": None, "workers": count, "backend": "gloo"})
+    return run.model_copy(update={"cluster": here})
 
 
-def _room_for(model: RunModel) -> torch.device | None:
-    """The device that takes the whole model; None if none does."""
-    needed = sum(one.numel() * one.element_size() for one in model.source.base.parameters())
-    devices = (_device(model.run), torch.device("cpu"))
-    return next((one for one in devices if needed <= _room(one)), None)
+def _num_needed(run: RunFile, num_bytes: int) -> int:
+    """The GPUs of this machine that have room for the weights together; 1 if they have not."""
+    if _device(run).type == "cpu":
+        return 1
+    needed = max(1, -int(-num_bytes // room_on(_device(run))))
+    return needed if needed <= num_accelerators() else 1
+
+
+def _device_for(run: RunFile, num_bytes: int) -> torch.device:
+    """The device of a process alone: one that has room for the weights, if there is one."""
+    cpu, own = torch.device("cpu"), _device(run)
+    return cpu if room_on(own) < num_bytes <= room_on(cpu) else own
 
 
 def _device(run: RunFile) -> torch.device:
@@ -289,143 +428,9 @@ def _device(run: RunFile) -> torch.device:
     return torch.device("cpu")
 
 
-def _room(device: torch.device) -> float:
-    """The bytes that weights may take on a device."""
-    return _FILLED * (available_bytes() if device.type == "cpu" else properties_of(device).memory_bytes)
-
-
-class _Transformers:
-    """A folder that transformers has loaded, with its own `generate`."""
-
-    name = "transformers, with a cache"
-
-    def __init__(self, model: RunModel, folder: Path, device: torch.device) -> None:
-        kind: Any = type(model.source.base)
-        dtype = next(model.source.base.parameters()).dtype
-        self.device = device
-        with _quiet():
-            try:
-                loaded, found = kind.from_pretrained(
-                    str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
-                )
-            except Exception as error:  # its files are read by code that raises errors of any kind
-                raise BiremeError(f"The model in {folder} cannot be loaded: {reason_of(error)}.") from error
-        if found["missing_keys"]:
-            raise BiremeError(
-                f"{folder} lacks {min(found['missing_keys'])}, so the model is not whole. Fetch it again, or "
-                "export it again."
-            )
-        self._model = loaded.to(device).eval()
-
-    def write(
-        self, first: Sequence[int], asked: TextRequest, ends: frozenset[int], text: "_Text"
-    ) -> list[int]:
-        """The ids after the first ones."""
-        given = torch.tensor([list(first)], device=self.device)
-        how: dict[str, Any] = {"do_sample": False}
-        if asked.temperature:
-            how = {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": 1.0}
-        with _quiet(), torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(asked.seed)
-            made = self._model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
-                max_new_tokens=asked.num_tokens,
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=min(ends, default=0),
-                streamer=_Streamer(text, ends),
-                **how,
-            )
-        ids: list[int] = made[0, len(first) :].tolist()
-        return ids[:-1] if ids and ids[-1] in ends else ids
-
-
-class _Streamer:
-    """Gets the prompt and then each id from transformers' `generate`."""
-
-    def __init__(self, text: "_Text", ends: frozenset[int]) -> None:
-        self._text, self._ends, self._is_prompt = text, ends, True
-
-    def put(self, ids: Tensor) -> None:
-        for number in () if self._is_prompt else ids.flatten().tolist():
-            if number not in self._ends:
-                self._text.add(number)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        pass
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars and the advice of transformers."""
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
-
-
-# Any model as stages, one after the other on one device.
-
-
-class _Stages:
-    """A model's graph as stages of a unit each, without gradients.
-
-    Weights stay on the device as far as they fit; those of the other stages are read whenever they run.
-    """
-
-    def __init__(self, graph: Graph, weights: Weights, device: torch.device, name: str) -> None:
-        ids = next(value for value in graph.inputs if value.name == _IDS)
-        self.length = int(ids.shape[1])
-        """The tokens that the graph reads."""
-        self.device = device
-        self._output = _logits_of(graph, self.length, name)
-        self._weights = weights
-        self._inputs = [value.name for value in graph.inputs]
-        states = (*graph.parameters, *graph.buffers)
-        self._dtypes = {state.name: getattr(torch, state.dtype) for state in states}
-        sizes = {state.name: state.num_bytes for state in states}
-        self._functions = [stage_function(graph, [unit], outputs=(self._output,)) for unit in units_of(graph)]
-        self._kept: list[Mapping[str, Tensor] | None] = []
-        room = _room(device)
-        for function in self._functions:
-            held = sum(sizes[name] for name in (*function.parameters, *function.buffers))
-            room -= held
-            self._kept.append(self._read(function) if room >= 0 else None)
-        num_read = sum(one is None for one in self._kept)
-        self.name = f"{counted(len(self._kept), 'stage')} without a cache"
-        if num_read:
-            self.name += f", {num_read} of them read for each token"
-
-    @torch.no_grad()
-    def __call__(self, ids: Sequence[int]) -> Tensor:
-        """The scores of the next token. Attention is causal, so the padding after the ids is not seen."""
-        given = torch.zeros((1, self.length), dtype=torch.int64, device=self.device)
-        given[0, : len(ids)] = torch.tensor(list(ids))
-        values = dict.fromkeys(self._inputs, given)
-        for function, kept in zip(self._functions, self._kept, strict=True):
-            weights = self._read(function) if kept is None else kept
-            values |= function(weights, weights, values, device=self.device)
-        return values[self._output][0, len(ids) - 1]
-
-    def _read(self, function: StageFunction) -> dict[str, Tensor]:
-        found = self._weights((*function.parameters, *function.buffers))
-        return {name: one.to(self.device, self._dtypes[name]) for name, one in found.items()}
-
-
-def _logits_of(graph: Graph, length: int, name: str) -> str:
-    """The output with a score for each place and token."""
-    values: dict[str, Value] = graph.values
-    for output in sorted(graph.outputs, key=lambda one: one.name != _LOGITS):
-        value = values.get(output.value.name) if isinstance(output.value, Reference) else None
-        if value is not None and len(value.shape) == 3 and value.shape[1] == length:
-            return output.name
-    raise BiremeError(
-        f"{name} holds a model that returns no scores for the next token. Let its forward return them as "
-        "`logits`, beside its loss."
-    )
+def _states(subject: Subject, model: RunModel) -> Graph:
+    """The states of a model. Which weights are in four bits only a captured graph has."""
+    captured = None
+    if model.run.model.frozen_dtype is not None:
+        captured = model.evaluation.graph(1) if subject.graph is None else load_graph(subject.graph)
+    return state_graph(model.source.model, captured)
