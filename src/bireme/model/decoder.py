@@ -25,7 +25,7 @@ from bireme.model.units import units_of
 from bireme.model.weights import Weights
 
 _CACHES = ("past_key_values", "cache_params")
-"""What models call the cache that they are given."""
+"""Names of the cache among the arguments of a model."""
 
 _LIST_CACHES = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """The caches of layers that only grow by the keys and values of more tokens."""
@@ -51,7 +51,7 @@ class LayerList:
 class Decoder:
     """A model that writes with a cache. It can be cut between its `layers`; if there are none, it runs whole.
 
-    `model` is a copy on the meta device. `cache` is what its forward calls the cache.
+    `model` is a copy on the meta device. `cache` is the argument of its forward for the cache.
     """
 
     model: Any
@@ -126,7 +126,7 @@ def state_graph(model: nn.Module, captured: Graph | None = None) -> Graph:
 
 
 def decoder_of(model: Any) -> Decoder | None:
-    """How a model on the meta device writes with a cache; None if it has none that we can use."""
+    """A model on the meta device as a decoder with a cache; None if it is none."""
     config = getattr(model, "config", None)
     parameters = inspect.signature(model.forward).parameters
     cache = next((name for name in _CACHES if name in parameters), None)
@@ -134,19 +134,21 @@ def decoder_of(model: Any) -> Decoder | None:
         return None
     own = copy.deepcopy(model).eval().requires_grad_(False)
     own.config.pad_token_id = None  # or transformers looks for padding in the prompt
-    plain = Decoder(own, cache, None)
+    trial = Decoder(copy.deepcopy(own), cache, None)  # some models keep what they have read
     try:
+        if hasattr(own, "set_experts_implementation"):
+            trial.model.set_experts_implementation("batched_mm")  # the one that runs without numbers
         with torch.no_grad():
-            run = Written(plain)
+            run = CachedDecoder(trial)
             for count in (3, 1):
                 run(torch.zeros((1, count), dtype=torch.int64, device="meta"))
-    except Exception:  # the code of any model, which may want more than this gives
+        return Decoder(own, cache, _layers_of(trial))
+    except Exception:  # the code of any model, which may need other arguments
         return None
-    return Decoder(own, cache, _layers_of(plain))
 
 
-class Written:
-    """A decoder with what it has read: keys and values of all tokens so far."""
+class CachedDecoder:
+    """A decoder with the keys and values of all tokens of a text so far."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -177,8 +179,8 @@ def _layers_of(decoder: Decoder) -> LayerList | None:
     count = getattr(config, "num_hidden_layers", 0)
     named = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList)}
     depths = sorted((name.count("."), name) for name, one in named.items() if len(one) == count)
-    written = Written(decoder)
-    caches = [type(one).__name__ for one in written.cache.layers]
+    cached = CachedDecoder(decoder)
+    caches = [type(one).__name__ for one in cached.cache.layers]
     is_shared = getattr(config, "num_kv_shared_layers", 0)
     if not depths or depths[0][0] in [depth for depth, _ in depths[1:]] or is_shared:
         return None
@@ -195,7 +197,7 @@ def _layers_of(decoder: Decoder) -> LayerList | None:
         hooks.append(layer.register_forward_hook(passed.leave))
     hooks.append(layers[-1].register_forward_hook(passed.end))
     with torch.enable_grad():
-        scores = written(torch.zeros((1, 3), dtype=torch.int64, device="meta"))
+        scores = cached(torch.zeros((1, 3), dtype=torch.int64, device="meta"))
     for hook in hooks:
         hook.remove()
     if passed.modules != layers or passed.goes_around or scores.requires_grad or passed.embedded is None:
@@ -208,13 +210,13 @@ def _layers_of(decoder: Decoder) -> LayerList | None:
 
 
 class _Passed:
-    """What goes through the layers of a model in one forward."""
+    """The tensors that pass through the layers of a model in one forward."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.embedded: Tensor | None = None
         self.hidden: Tensor | None = None
-        """What the last layer so far made."""
+        """The result of the last layer so far."""
         self.goes_around = False
         """Whether a layer was given anything else that depends on the embedding, or on a layer."""
         self.num_results: int | None = None
@@ -269,7 +271,7 @@ class DecoderLayers:
         self._model, self._device, self._weights = decoder.model, device, weights
         self._states = {state.name: state for state in (*states.parameters, *states.buffers)}
         self._first = first_names(named_tensors(self._model))
-        self._written = Written(decoder)
+        self._cached = CachedDecoder(decoder)
         self._before: _Elsewhere | None = None
         self._after: _Elsewhere | None = None
         self.num_read = 0
@@ -300,24 +302,24 @@ class DecoderLayers:
         the first ones. With `begins` the tokens are the first ones of a text.
         """
         if begins:
-            self._written.begin()
+            self._cached.begin()
         if self._before is not None:
             self._before.hidden = hidden
-        scores = self._written(ids)
+        scores = self._cached(ids)
         if self._after is None:
             return scores
         assert self._after.hidden is not None
         return self._after.hidden
 
     def _leave_to_others(self, layers: LayerList, own: range) -> None:
-        """Put stand-ins in the places of what other processes run."""
+        """Put stand-ins in the places of modules that other processes run."""
         listed = self._model.get_submodule(layers.name)
         for index in range(layers.count):
             if index not in own:
-                listed[index] = _Elsewhere(self._written, index, layers.num_results, keeps=index == own.stop)
+                listed[index] = _Elsewhere(self._cached, index, layers.num_results, keeps=index == own.stop)
         if own.start:
             self._before = listed[own.start - 1]
-            stand_in = _NoEmbedding(layers.embedded, layers.dtype)
+            stand_in = _NoEmbedding(layers.embedded, torch.empty(0, dtype=layers.dtype, device=self._device))
             self._replace(self._model.get_input_embeddings(), stand_in)
         if own.stop < layers.count:
             self._after = listed[own.stop]
@@ -391,16 +393,16 @@ class _Elsewhere(nn.Module):
     tokens that they have read.
     """
 
-    def __init__(self, written: Written, index: int, num_results: int | None, *, keeps: bool) -> None:
+    def __init__(self, cached: CachedDecoder, index: int, num_results: int | None, *, keeps: bool) -> None:
         super().__init__()
-        self._written, self._index, self._num_results, self._keeps = written, index, num_results, keeps
+        self._cached, self._index, self._num_results, self._keeps = cached, index, num_results, keeps
         self.hidden: Tensor | None = None
-        """What the layer made in its own process, or what it is given there."""
+        """The hidden state that comes from another process, or goes there."""
 
     def forward(self, hidden_states: Tensor, *_positional: Any, **_named: Any) -> Any:
-        """The hidden state of the other process, if there is one."""
+        """The hidden state of the other process; the one given if there is none."""
         blank = hidden_states.new_zeros(1, 1, hidden_states.shape[1], 1)
-        self._written.cache.update(blank, blank, self._index)
+        self._cached.cache.update(blank, blank, self._index)
         if self._keeps:
             self.hidden = hidden_states
         made = hidden_states if self.hidden is None else self.hidden
@@ -408,15 +410,17 @@ class _Elsewhere(nn.Module):
 
 
 class _NoEmbedding(nn.Module):
-    """The place of an embedding in a process whose layers are given hidden states."""
+    """The place of an embedding in a process whose layers are given hidden states. Some models ask its weight
+    for the device.
+    """
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, weight: Tensor) -> None:
         super().__init__()
-        self._width, self._dtype = width, dtype
+        self._width, self.weight = width, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Zeros for the tokens."""
-        return torch.zeros((*ids.shape, self._width), dtype=self._dtype, device=ids.device)
+        return self.weight.new_zeros((*ids.shape, self._width))
 
 
 class _PackedLinear(nn.Module):

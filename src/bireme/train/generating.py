@@ -69,7 +69,7 @@ class Generated:
 
     @property
     def speed(self) -> str:
-        """The tokens a second, and what they rest on."""
+        """The tokens per second, and the processes that made them."""
         count, rest_s = len(self.ids), self.seconds - self.first_s
         rate = f", then {(count - 1) / rest_s:,.1f} tokens/s" if count > 1 and rest_s > 0 else ""
         prompt = f"the first one after {self.first_s:.2f} s for a prompt of {self.num_prompt_tokens:,}"
@@ -117,7 +117,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What all processes know: the model of `run` with its weights, and what to write with it.
+    """The work of all processes: the model of `run` with its weights, and the text to write with it.
 
     `cuts` are those of the run's plan, None if the processes divide the model by their memory. `graph` is a
     file with the captured model, None if each process captures it.
@@ -279,7 +279,7 @@ def _choice(task: _Task) -> Choice:
 
 
 def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
-    """What every process of a line does: load its part of the model, and let the tokens through."""
+    """The work of each process: load its part of the model, and let the tokens through."""
     model, device = RunModel.of(task.run, 1), world.device
     line = TokenLine(DistFabric(world, wait_s=torch.inf), device)
     decoder = decoder_of(model.source.model) if task.is_cached else None

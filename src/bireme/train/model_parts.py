@@ -165,11 +165,11 @@ class CapturedPart(ModelPart):
         return {name: values[name] for name in self._functions[-1].sends}
 
     def receives(self, count: int) -> tuple[TensorSpec, ...]:
-        """What the first unit receives, for all places of a text."""
+        """The values that the first unit receives, for all places of a text."""
         return self._specs(self._functions[0].receives)
 
     def sends(self, count: int) -> tuple[TensorSpec, ...]:
-        """What the last unit sends."""
+        """The values that the last unit sends."""
         return self._specs(self._functions[-1].sends)
 
     def _specs(self, names: Sequence[str]) -> tuple[TensorSpec, ...]:
