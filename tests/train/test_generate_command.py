@@ -15,6 +15,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.sources import load_source
+from bireme.model.units import units_of
 from bireme.model.weights import materialize
 from bireme.runtime.token_line import SCORES, ModelPart, TokenLine, continued
 from bireme.train import generating
@@ -173,7 +174,7 @@ def test_the_likeliest_tokens_are_drawn_that_have_the_probability_together() -> 
 
 @torch.no_grad()
 def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) -> None:
-    folder = llama(tmp_path / "llama")
+    folder = save_tokenizer(save_llama(tmp_path / "llama", num_hidden_layers=4))
     sets = ("model.lora.rank=4", "model.lora.use_dora=true", "model.frozen_dtype=nf4", "data.length=8")
     subject = subject_of(str(folder), sets, lambda _text: None)
     model = RunModel.of(subject.run, 1)
@@ -181,6 +182,10 @@ def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) ->
     assert decoder is not None
     states = state_graph(model.source.model, graph)
     assert any(state.packed for state in states.parameters)
+    starts = [unit.index for unit in units_of(graph) if unit.name.endswith("self_attn")]
+    cuts = [starts[1], starts[2] + 1, starts[3]]  # the second lies within a layer
+    assert [decoder.cuts(graph, (cut,)) for cut in cuts] == [(1,), (3,), (3,)]
+    assert decoder.cuts(graph, (1, len(units_of(graph)) - 1)) == (1, 3)
     weights, cpu, ids = model.weights(graph), torch.device("cpu"), [7, 3, 9, 1, 2, 8, 4, 6]
     wanted = DividedModel("model", graph, None, 8).part(weights, cpu, [1e9]).run(ids, 8, {})[SCORES]
     layers = DividedModel("model", states, decoder, 64).part(weights, cpu, [1e9])

@@ -22,9 +22,11 @@ from bireme.plan.plan_file import load_plan, write_plan
 from bireme.schedule.instruction import Item
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.folder import RunFolder, load_asked
+from bireme.train.generating import TextRequest, writer_of
 from bireme.train.launching import start
 from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
+from bireme.train.subject import subject_of
 from tests.support.command import bireme
 from tests.support.extent import TRY_ALL
 from tests.support.once import made_once
@@ -101,6 +103,23 @@ def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
     load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     whole.load_state_dict(found)
     torch.testing.assert_close(whole(ids).logits, trained)
+
+
+@torch.no_grad()
+def test_a_run_writes_by_the_stages_of_its_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TextRequest("def function(self, value)", 3, 0.0, 0)
+    subject = subject_of(str(run), (), lambda _text: None)
+    task = writer_of(subject, asked, lambda _done, _what: None, workers=2).task
+    assert load_plan(run / "plan.json").plan.cuts == (3,)
+    assert task.cuts == (1,)  # of two layers, of which each is two units after the embedding
+    words = (asked.prompt, "--temperature", "0", "--tokens", "3", "--json")
+    found = bireme(capsys, "generate", str(run), *words).document
+    assert found["by"] == "1 process with a cache of keys and values"
+    known = [*task.first, *found["ids"]]
+    ids = torch.zeros((1, 32), dtype=torch.int64)
+    ids[0, : len(known)] = torch.tensor(known)
+    likeliest = _pipeline_logits(run, {"input_ids": ids, "labels": ids})[0].argmax(1)
+    assert found["ids"] == likeliest[len(task.first) - 1 : len(known) - 1].tolist()
 
 
 def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
