@@ -178,7 +178,9 @@ def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) ->
     sets = ("model.lora.rank=4", "model.lora.use_dora=true", "model.frozen_dtype=nf4", "data.length=8")
     subject = subject_of(str(folder), sets, lambda _text: None)
     model = RunModel.of(subject.run, 1)
-    graph, decoder = model.evaluation.graph(1), decoder_of(model.source.model)
+    name = f"evaluation of a Llama of 4 layers with {sets}"
+    graph = captured_once(name, lambda: model.evaluation.graph(1), is_kept=True)
+    decoder = decoder_of(model.source.model)
     assert decoder is not None
     states = state_graph(model.source.model, graph)
     assert any(state.packed for state in states.parameters)
