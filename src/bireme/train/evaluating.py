@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
+from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
@@ -34,6 +34,7 @@ from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
 from bireme.train.machines import Machines, machines_here
 from bireme.train.model import RunModel
+from bireme.train.model_parts import room_on
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
 from bireme.train.subject import Subject
@@ -284,9 +285,6 @@ Progress = Callable[[float, str], None]
 _WHOLE = ""
 """What data are called that are no mixture."""
 
-_FILLED = 0.8
-"""How much of a device's memory weights may take, so that there is some for what goes through."""
-
 
 def evaluate(
     subject: Subject, data: str | None, *, most_batches: int | None, workers: int | None, progress: Progress
@@ -439,9 +437,7 @@ def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines
 def _least(graph: Graph, num_cuda: int) -> int:
     """How many GPUs have room for the weights."""
     held = sum(state.num_bytes for state in (*graph.parameters, *graph.buffers))
-    room = _FILLED * min(
-        properties_of(device_of_process(ACCELERATOR, place)).memory_bytes for place in range(num_cuda)
-    )
+    room = min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num_cuda))
     needed = max(1, -int(-held // room))
     if needed > num_cuda:
         raise BiremeError(
