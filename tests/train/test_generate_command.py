@@ -22,7 +22,14 @@ from bireme.train import generating
 from bireme.train.data.tokenizer import load_tokenizer
 from bireme.train.generating import Choice, TextRequest, writer_of
 from bireme.train.model import RunModel
-from bireme.train.model_parts import CapturedPart, DecoderPart, DividedModel, divided
+from bireme.train.model_parts import (
+    CapturedPart,
+    DecoderPart,
+    DividedModel,
+    PartPlace,
+    divided,
+    reading_speed,
+)
 from bireme.train.subject import subject_of
 from tests.support.command import bireme
 from tests.support.copies import Copy
@@ -143,7 +150,7 @@ def test_parts_of_a_captured_model_write_on_when_the_context_is_full() -> None:
 
     def part(rank: int, size: int, room: float) -> DecoderPart | CapturedPart:
         weights = lambda names: {name: made[name] for name in names}  # noqa: E731
-        return model.part(weights, torch.device("cpu"), [room] * size, rank)
+        return model.part(weights, torch.device("cpu"), [PartPlace(room)] * size, rank)
 
     def in_a_line(fabric: ThreadFabric, temperature: float, rank: int) -> list[int]:
         line = TokenLine(fabric.of(rank), torch.device("cpu"))
@@ -157,12 +164,21 @@ def test_parts_of_a_captured_model_write_on_when_the_context_is_full() -> None:
     assert part(0, 1, 20_000).how.endswith(", 5 units read for each token")
 
 
-def test_parts_have_equal_bytes_or_else_what_there_is_room_for() -> None:
-    assert divided([4, 1, 1, 1, 1, 4], [9, 9]) == (3,)
-    assert divided([4, 1, 1, 1, 1, 4], [4, 100]) == (1,)
-    assert divided([4, 1, 1, 1, 1, 4], [100, 4]) == (5,)
-    assert divided([4, 4, 4], [1, 100, 1]) == (1, 2)
-    assert divided([1, 1, 1, 1, 1, 1], [1, 1, 2]) == (1, 3)
+def test_a_model_is_divided_so_that_a_token_is_through_all_parts_soonest() -> None:
+    sizes = [4, 1, 1, 1, 1, 4]
+    for rooms, speeds, cuts in (
+        ([9, 9], [1, 1], (3,)),
+        ([4, 100], [1, 1], (1,)),
+        ([100, 4], [1, 1], (5,)),
+        ([100, 100], [2, 1], (5,)),
+        ([100, 100], [1, 2], (1,)),
+        ([7, 100], [2, 1], (4,)),
+        ([100, 100, 100], [1, 1, 1], (1, 5)),
+        ([5, 3, 3], [1, 1, 1], (2, 5)),
+        ([0, 0, 100], [1, 1, 1], (1, 2)),
+    ):
+        assert divided(sizes, [*map(PartPlace, rooms, speeds)]) == cuts, (rooms, speeds)
+    assert reading_speed(torch.device("cpu")) > 0
 
 
 def test_the_likeliest_tokens_are_drawn_that_have_the_probability_together() -> None:
@@ -189,8 +205,10 @@ def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) ->
     assert [decoder.cuts(graph, (cut,)) for cut in cuts] == [(1,), (3,), (3,)]
     assert decoder.cuts(graph, (1, len(units_of(graph)) - 1)) == (1, 3)
     weights, cpu, ids = model.weights(graph), torch.device("cpu"), [7, 3, 9, 1, 2, 8, 4, 6]
-    wanted = DividedModel("model", graph, None, 8).part(weights, cpu, [1e9]).run(ids, 8, {})[SCORES]
-    layers = DividedModel("model", states, decoder, 64).part(weights, cpu, [1e9])
+    wanted = (
+        DividedModel("model", graph, None, 8).part(weights, cpu, [PartPlace(1e9)]).run(ids, 8, {})[SCORES]
+    )
+    layers = DividedModel("model", states, decoder, 64).part(weights, cpu, [PartPlace(1e9)])
     torch.testing.assert_close(layers.run(ids, 8, {})[SCORES], wanted)
 
 

@@ -33,7 +33,15 @@ from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokeniz
 from bireme.train.folder import RunFolder
 from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
-from bireme.train.model_parts import IDS, CapturedPart, DecoderPart, DividedModel, room_on
+from bireme.train.model_parts import (
+    IDS,
+    CapturedPart,
+    DecoderPart,
+    DividedModel,
+    PartPlace,
+    reading_speed,
+    room_on,
+)
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.defaults import context_of, folder_of
 from bireme.train.subject import Subject
@@ -241,7 +249,9 @@ def writer_of(
     if count > 1 or is_of_many:
         return TextWriter(task, tokenizer, graph=None if is_of_many or decoder is not None else states)
     progress(0.0, "loading the weights")
-    return TextWriter(task, tokenizer, whole.part(subject.weights(model, states), device, [room_on(device)]))
+    return TextWriter(
+        task, tokenizer, whole.part(subject.weights(model, states), device, [PartPlace(room_on(device))])
+    )
 
 
 def _written(
@@ -288,11 +298,8 @@ def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
     else:
         states = model.evaluation.graph(1) if task.graph is None else load_graph(task.graph)
     whole = DividedModel(task.subject.name, states, decoder, task.context)
-    sharing = 1 if device.type == "cpu" else num_accelerators()
-    world.store.set(f"room/{world.rank}", str(room_on(device) / max(1.0, world.num_local / sharing)))
-    rooms = [float(world.store.get(f"room/{rank}")) for rank in range(world.size)]
     weights = task.subject.weights(model, states)
-    part = whole.part(weights, device, rooms, world.rank, task.cuts)
+    part = whole.part(weights, device, _places(world), world.rank, task.cuts)
     try:
         line.meet()
         if world.rank == 0:
@@ -304,6 +311,16 @@ def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
     finally:
         line.close()
     return None
+
+
+def _places(world: World) -> list[PartPlace]:
+    """The places of all ranks. Processes of one machine have equal speeds."""
+    sharing = 1 if world.device.type == "cpu" else num_accelerators()
+    own = room_on(world.device) / max(1.0, world.num_local / sharing)
+    speed = reading_speed(world.device) if world.num_local < world.size else 1.0
+    world.store.set(f"place/{world.rank}", f"{own} {speed}")
+    found = [world.store.get(f"place/{rank}").decode().split() for rank in range(world.size)]
+    return [PartPlace(float(room), float(speed)) for room, speed in found]
 
 
 def _planned_cuts(subject: Subject, count: int, model: DividedModel) -> tuple[int, ...] | None:

@@ -3,10 +3,11 @@
 Weights that have room in the memory of a process stay there, the others are read whenever they are needed.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from bireme.model.graph import Graph, Reference, Value, evaluate
 from bireme.model.stage import StageFunction, stage_function
 from bireme.model.units import Unit, units_of
 from bireme.model.weights import Weights
-from bireme.plan.program_plan import even_cuts
 from bireme.runtime.message_format import TensorSpec
 from bireme.runtime.token_line import SCORES, ModelPart, Tensors
 
@@ -30,10 +30,32 @@ _FILLED = 0.8
 IDS = "input_ids"
 _LOGITS, _HIDDEN = "logits", "hidden"
 
+_READ_BYTES, _NUM_TRIES = 2**27, 3
+_DISK_SLOWNESS = 20
+"""Memory is about so many times as fast as a disk."""
+
 
 def room_on(device: torch.device) -> float:
     """The bytes that weights may take on a device."""
     return _FILLED * (available_bytes() if device.type == "cpu" else properties_of(device).memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """The process of a part: the bytes that weights may take there, and how fast they are read."""
+
+    room: float
+    bytes_per_s: float = 1.0
+
+
+def reading_speed(device: torch.device) -> float:
+    """The bytes per second that a sum of numbers reads, in the best of a few tries."""
+    numbers, best_s = torch.ones(_READ_BYTES // 4, device=device), inf
+    for _ in range(_NUM_TRIES):
+        begin_s = perf_counter()
+        float(numbers.sum())
+        best_s = min(best_s, perf_counter() - begin_s)
+    return _READ_BYTES / best_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +81,37 @@ class DividedModel:
         self,
         weights: Weights,
         device: torch.device,
-        rooms: Sequence[float],
+        places: Sequence[PartPlace],
         rank: int = 0,
         cuts: Sequence[int] | None = None,
     ) -> "DecoderPart | CapturedPart":
-        """The part of a rank, with its weights. `rooms` are the bytes that weights may take on each rank.
-        Without `cuts` they divide the model.
+        """The part of a rank, with its weights. `places` are those of all ranks; without `cuts` they divide
+        the model.
         """
         sizes = self.sizes()
-        cuts = divided(sizes, rooms) if cuts is None else cuts
+        cuts = divided(sizes, places) if cuts is None else cuts
         own = range(*list(pairwise([0, *cuts, len(sizes)]))[rank])
         if self.decoder is None:
-            return CapturedPart(self, own, weights, device, rooms[rank])
-        return DecoderPart(self.decoder, self, own, weights, device, rooms[rank])
+            return CapturedPart(self, own, weights, device, places[rank].room)
+        return DecoderPart(self.decoder, self, own, weights, device, places[rank].room)
 
 
-def divided(sizes: Sequence[int], rooms: Sequence[float]) -> tuple[int, ...]:
-    """Where each part but the first begins: parts of equal bytes if there is room for them, because a token
-    takes as long as reading the weights, else parts by the room of each.
+def divided(sizes: Sequence[int], places: Sequence[PartPlace]) -> tuple[int, ...]:
+    """Where each part but the first begins, so that a token is through all parts soonest: one after the other
+    reads its weights, those without room from a disk. Places of equal speed get equal parts if they can.
     """
-    cuts = even_cuts(sizes, len(rooms))
     so_far = [0, *accumulate(sizes)]
-    held = [so_far[end] - so_far[begin] for begin, end in pairwise([0, *cuts, len(sizes)])]
-    if all(one <= room for one, room in zip(held, rooms, strict=True)):
-        return cuts
-    found, total = list[int](), sum(rooms)
-    for number, share in enumerate([*accumulate(rooms)][:-1], 1):
-        wanted = bisect_right(so_far, so_far[-1] * share / total) - 1
-        least = found[-1] + 1 if found else 1
-        found.append(min(max(wanted, least), len(sizes) - len(rooms) + number))
-    return tuple(found)
+    # For each end of the parts so far: the seconds of all of them and of the slowest one, and where they end.
+    ways: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for place in places:
+        more: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}
+        for begin, (total_s, most_s, ends) in ways.items():
+            for end in range(begin + 1, len(so_far)):
+                held = so_far[end] - so_far[begin]
+                own_s = (held + _DISK_SLOWNESS * max(held - place.room, 0)) / place.bytes_per_s
+                more.setdefault(end, []).append((total_s + own_s, max(most_s, own_s), (*ends, end)))
+        ways = {end: min(found) for end, found in more.items()}
+    return ways[len(sizes)][2][:-1]
 
 
 class DecoderPart(ModelPart):
