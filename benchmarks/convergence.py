@@ -4,6 +4,7 @@
     python benchmarks/convergence.py run [--until SECONDS]      train what is left first; stop at any time
     python benchmarks/convergence.py codecs [--until SECONDS]   train with codecs on boundaries first
     python benchmarks/convergence.py sums [--until SECONDS]     train with codecs in sums of gradients first
+    python benchmarks/convergence.py pairs [--until SECONDS]    train with codecs of sums and more first
     python benchmarks/convergence.py replicas [--until SECONDS] train replicas that average weights first
     python benchmarks/convergence.py draw                       also its curves, to docs/pictures
 
@@ -27,6 +28,7 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import print_verdicts
 from benchmarks.delay_study.codec_cells import codec_lines, codec_picture, codec_sweeps
 from benchmarks.delay_study.delay_tables import delay_lines, law_lines, short_lines, time_lines
+from benchmarks.delay_study.pair_cells import pair_lines, pair_sweeps
 from benchmarks.delay_study.pictures import curves
 from benchmarks.delay_study.promises import verdicts
 from benchmarks.delay_study.replica_cells import replica_lines, replica_sweeps
@@ -40,7 +42,13 @@ from bireme.report.markup import svg
 
 SMOKE_STEPS = 10
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-STUDIES = {"run": delay_sweeps, "codecs": codec_sweeps, "sums": sum_sweeps, "replicas": replica_sweeps}
+STUDIES = {
+    "run": delay_sweeps,
+    "codecs": codec_sweeps,
+    "sums": sum_sweeps,
+    "pairs": pair_sweeps,
+    "replicas": replica_sweeps,
+}
 
 
 def tables(found: Sequence[Row]) -> Iterator[Iterator[str]]:
@@ -51,6 +59,7 @@ def tables(found: Sequence[Row]) -> Iterator[Iterator[str]]:
     yield replica_time_lines(found)
     yield codec_lines(found)
     yield sum_lines(found)
+    yield pair_lines(found)
     yield time_lines()
     yield law_lines(found)
 

@@ -76,7 +76,7 @@ def codec_lines(found: Sequence[Row]) -> Iterator[str]:
     before, after = FIGURES[:UP_TO_EXCESS], FIGURES[UP_TO_EXCESS:]
     yield from table_lines(
         (*SHAPE, *before, "through the codec", *after),
-        (_cells(row) for row in found if row.cell.codec != "none"),
+        (_cells(row) for row in found if row.cell.codec != "none" and row.cell.replicas == 1),
     )
 
 

@@ -33,11 +33,7 @@ def _short(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 def delay_lines(found: Sequence[Row]) -> Iterator[str]:
     """Every cell without codecs, of one replica."""
-    plain = [
-        row
-        for row in found
-        if row.cell.codec == row.cell.sums == "none" and row.cell.agreement == "allreduce"
-    ]
+    plain = [row for row in found if row.cell.has_curve]
     yield from table_lines(
         ("rule", "optimizer", "d", "m", "model", "banks", "L", "steps", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in plain),

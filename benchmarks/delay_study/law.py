@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
+from benchmarks.delay_study.pair_cells import is_pair
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.table import Excess, Row
 from bireme.plan.penalties import PenaltySteps, unseen_share
@@ -99,7 +100,7 @@ def sum_law(word: str, optimizer: str, rows: Sequence[Row]) -> float | None:
     found = [
         row.penalty
         for row in rows
-        if (row.cell.sums, row.cell.optimizer, row.cell.rule) == (word, optimizer, "synchronous")
+        if (row.cell.sums, row.cell.optimizer) == (word, optimizer) and not is_pair(row.cell)
     ]
     known = [steps for steps in found if steps is not None]
     return fmean(known) if known and len(known) == len(found) else None

@@ -83,7 +83,7 @@ class Cell:
     @property
     def has_curve(self) -> bool:
         """Whether its runs are looked at on the way: those of delayed updates are drawn."""
-        return self.codec == self.sums == "none" and self.agreement == "allreduce"
+        return self.codec == "none" and self.replicas == 1
 
     def reference(self) -> "Cell":
         """The synchronous runs that these are compared with."""
@@ -263,7 +263,7 @@ def _trained(setting: Setting, model: GPT, source: Text) -> "_Alone | Replicas":
 
 def _simulation(setting: Setting, model: GPT) -> Simulation:
     cell = setting.cell
-    made = (Simulation if cell.sums == "none" else Summed)(
+    made = (Summed if cell.replicas > 1 and cell.agreement == "allreduce" else Simulation)(
         model,
         rule_named(cell.rule),
         Pipelining(

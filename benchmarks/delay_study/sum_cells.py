@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+from benchmarks.delay_study.pair_cells import is_pair
 from benchmarks.delay_study.study import Cell
 from benchmarks.delay_study.sweeps import Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
@@ -36,7 +37,7 @@ def sum_sweeps() -> Iterator[Sweep]:
 
 def sum_lines(found: Sequence[Row]) -> Iterator[str]:
     """What a codec saves in bytes, and costs in loss and in steps."""
-    coded = [row for row in found if row.cell.sums != "none"]
+    coded = [row for row in found if row.cell.sums != "none" and not is_pair(row.cell)]
     yield from table_lines(
         ("codec of sums", "times fewer bytes", "replicas", "optimizer", *FIGURES),
         ((*_shape(row.cell), *row.figures) for row in coded),

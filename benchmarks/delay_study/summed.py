@@ -11,6 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from benchmarks.delay_study.rules import RunsOn
 from benchmarks.delay_study.simulation import Simulation
 from bireme.codec.sum_description import SumCodec
 from bireme.sync.coded import GradientSummation
@@ -57,19 +58,35 @@ class CodedSums:
 
 
 class Summed(Simulation):
-    """A simulation whose batches are trained by so many replicas, which sum gradients through a codec."""
+    """A simulation whose batches are trained by so many replicas, which sum gradients through a codec. If the
+    rule has trial steps, each replica makes them from its own gradients, which no codec has touched.
+    """
 
     def share_among(self, num_replicas: int, codec: SumCodec) -> None:
         """Let this be done from the first batch on."""
-        assert not self.rule.depends_on_stages, "a trial step sees gradients that no codec has touched"
-        self.num_replicas, self.sums = num_replicas, CodedSums(codec, num_replicas)
+        self.sums = CodedSums(codec, num_replicas)
+        self.tried = [self.used.whole.clone() for _ in range(num_replicas)]
+        """The weights that each replica has made by a trial step."""
+        self.seen_by = [self.seen.whole.clone() for _ in range(num_replicas)]
 
     def _run(self, input_ids: Tensor) -> float:
-        loss, parts = 0.0, []
-        for own in input_ids.chunk(self.num_replicas):
-            loss += super()._run(own) / self.num_replicas
-            parts.append(self.layout.vector(self.gradient.whole / self.num_replicas).parts)
+        loss, parts, num_replicas = 0.0, [], len(self.tried)
+        is_tried = self.rule.runs_on is RunsOn.TRIED and not self._is_current(self.batch)
+        for replica, own in enumerate(input_ids.chunk(num_replicas)):
+            if is_tried:
+                with torch.no_grad():
+                    self.used.whole.copy_(self.tried[replica])
+            loss += super()._run(own) / num_replicas
+            self.seen_by[replica].copy_(self.seen.whole)
+            parts.append(self.layout.vector(self.gradient.whole / num_replicas).parts)
         self.sums.add_up(self.batch, parts)
         for name, part in self.gradient.parts.items():
             part.copy_(parts[0][name])
         return loss
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        for seen, tried in zip(self.seen_by, self.tried, strict=True):
+            self.seen.whole.copy_(seen)
+            super()._try()
+            tried.copy_(self.used.whole)

@@ -65,9 +65,7 @@ _PLANNED = ("plan.", "links.", "sync.mode", "sync.codec")
 
 
 def plan(place: Field, order: Order, cache: Path) -> dict[str, Any]:
-    """What `bireme plan` chooses for a setting. `bireme train` on several hosts leaves it to that command to
-    choose how replicas agree, because the choice decides which processes the hosts start.
-    """
+    """What `bireme plan` chooses for a setting, once for all runs there."""
     path = place.folder / "plan.json"
     words = ["-m", "bireme", "plan", str(_run_file(place)), *_sets(place, order, order.choice)]
     done = subprocess.run(

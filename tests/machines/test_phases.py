@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -329,8 +330,11 @@ def test_a_process_that_is_killed_again_and_again_ends_the_run() -> None:
     assert (story.phases.is_over, story.phases.status) == (True, 9)
 
 
-def test_a_member_of_a_quorum_returns_to_its_phase() -> None:
-    story = Story(replace(RULES, needs_all=False), "abc")
+@pytest.mark.parametrize("is_known_before", [False, True])
+def test_a_member_of_a_quorum_returns_to_its_phase(is_known_before: bool) -> None:
+    """The mode is the run file's, or the planner has chosen it for this phase."""
+    story = Story(replace(RULES, needs_all=not is_known_before), "abc")
+    story.phases.note_ready(1, PhaseForecast(1.0, survives=True))
     story.progress(20)
     story.lose("c")
     story.turn(5.0)

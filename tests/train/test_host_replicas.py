@@ -165,6 +165,36 @@ def test_a_host_that_is_started_after_the_run_has_done_all_its_steps_says_so(tmp
         assert (f"has finished its {expected}" in sentence) if expected else sentence == ""
 
 
+@pytest.mark.parametrize(
+    ("mode", "places", "ranks"),
+    [("allreduce", [0, 2, 1, 3], [[0, 2], [1, 3]]), ("diloco", [0, 1, 2, 3], [[0, 1], [2, 3]])],
+)
+def test_hosts_follow_the_mode_that_the_planner_chooses(
+    mode: str, places: list[int], ranks: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With allreduce the ranks are the processes that were started; otherwise launchers start as many."""
+    asked = RunFile.model_validate({"format": 1, "sync": {"mode": "auto"}, "log": {"name": "run"}})
+    chosen = asked.model_copy(update={"sync": asked.sync.model_copy(update={"mode": mode})})
+    by_replica = replace(PLAN, devices=(("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1")))
+    prepared = PreparedPlan(chosen, SavedPlan(by_replica), SimpleNamespace(cluster=TWO))
+    found = {
+        "_begun": None,
+        "_cluster": TWO,
+        "_planned_anew": prepared,
+        "_written": (prepared, RunFolder(tmp_path)),
+        "write_predicted": None,
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(rank_zero_setup, name, lambda *_, value=value, **__: value)
+    members = [LaunchedProcess(rank, "01"[rank % 2], "ab"[rank % 2], False, 0) for rank in range(4)]
+    nodes = {"0": members[::2], "1": members[1::2]}
+    environment = Environment.of({"RANK": "0", "WORLD_SIZE": "4"})
+    setup = rank_zero_setup.set_up_run(environment, asked, nodes, lambda *_: [], lambda _text: None)
+    assert setup is not None
+    assert setup.places == places
+    assert [[one.rank for one in own] for own in setup.nodes.values()] == ranks
+
+
 def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from benchmarks.killing.session import living, name_of
 from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.samples import in_force
+from bireme.train.run_file import load_run_file
 from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL
 from tests.support.hosts import Host, hosts, set_cable
@@ -181,9 +182,15 @@ def test_replicas_that_average_weights_go_on_when_the_host_that_coordinates_dies
 
 @pytest.mark.long
 def test_where_torchrun_starts_a_process_for_each_rank_one_of_them_starts_all_ranks(tmp_path: Path) -> None:
-    """A rank that dies is started again, which torchrun never sees: it would end all others."""
+    """A rank that dies is started again, which torchrun never sees: it would end all others. The mode is the
+    one that the planner has chosen for the plan.
+    """
     run = tmp_path / "runs" / "run"
-    words = [str(written(tmp_path, width=2, num_here=2)), *settings(training__steps=5000)]
+    words = [str(written(tmp_path, "auto", width=2, num_here=2)), *settings(training__steps=5000)]
+    (plan,) = tmp_path.glob("plan-*.json")
+    document = json.loads(plan.read_text())
+    document["plan"] |= {"sync_mode": "quorum", "sum_codec": "none"}
+    plan.write_text(json.dumps(document))
     with torchrun_train(run, *words, pace_s=PACE_S) as started:
         started.running.wait_for_step(2)
         launcher, *others = started.ranks
@@ -197,3 +204,39 @@ def test_where_torchrun_starts_a_process_for_each_rank_one_of_them_starts_all_ra
     assert ended.status == 0, ended
     assert {(0, 1), (0,)} <= {tuple(line["members"]) for line in rounds_of(run)}
     assert check_ledger(run / "ledger.jsonl").is_whole
+
+
+_SLOW = """format = 1
+
+[[server]]
+name = "one"
+[[server.device]]
+kind = "cpu"
+memory_bytes = 4_000_000_000
+[[server.card]]
+bytes_per_s = 10
+
+[[server]]
+name = "other"
+[[server.device]]
+kind = "cpu"
+memory_bytes = 4_000_000_000
+[[server.card]]
+bytes_per_s = 10
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not TRY_ALL, reason="takes long: BIREME_TESTS=all")
+def test_torchrun_s_processes_average_weights_if_the_planner_chooses_that(tmp_path: Path) -> None:
+    """On links that are so slow that any sum of gradients takes minutes."""
+    run, cluster = tmp_path / "runs" / "run", tmp_path / "slow.toml"
+    cluster.write_text(_SLOW)
+    words = [str(written(tmp_path, "auto", width=2, num_here=2)), "--json"]
+    words += settings(plan__file="", plan__depth=1, plan__width=2, cluster__workers="", training__steps=12)
+    words += settings(cluster__source=cluster, sync__diloco_every=10)
+    with torchrun_train(run, *words) as started:
+        told = started.ended()
+    assert told.status == 0, told.err
+    assert told.document["steps"] == 12
+    assert load_run_file(run / "run.toml").sync.mode == "diloco"

@@ -155,14 +155,11 @@ def coordinate(
 def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tuple[RunOffer, Path]":
     """The run that is asked for, with a name and absolute paths, and its folder."""
     from bireme.machines.orders import RunOffer
-    from bireme.train.choices import check_mode
     from bireme.train.folder import RunFolder, load_asked
     from bireme.train.run_data import completed
     from bireme.train.run_file import to_toml
 
-    run = load_asked(run_file, sets)
-    check_mode(run)
-    run = completed(run)
+    run = completed(load_asked(run_file, sets))
     folder = RunFolder.named(run, datetime.now()).path
     with suppress(OSError):  # machines that share the folder are to see it; rank 0 says what is wrong
         folder.parent.mkdir(parents=True, exist_ok=True)

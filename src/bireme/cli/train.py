@@ -238,7 +238,7 @@ def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bo
     from bireme.train.folder import load_asked
 
     with suppress(BiremeError):  # rank 0 says what is wrong
-        if load_asked(run_file, sets).sync.is_coordinated:
+        if load_asked(run_file, sets).sync.mode != "allreduce":
             begin()  # this process starts the ranks of its host
     from bireme.train.launched_process import join
 

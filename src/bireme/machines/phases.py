@@ -30,8 +30,8 @@ _LEAST_COMPARED = 5
 class PhaseRules:
     """How a run takes machines: it begins with `most` at once, and with `least` once no other has come for
     `wait_s`. A machine that has come or gone counts after `patience_s`. With `needs_all` a phase cannot go on
-    without each of its machines. The run has `steps` batches. If it `replans`, a stage that has been slow for
-    `patience_s` leads to a new plan.
+    without each of its machines, unless its forecast says otherwise. The run has `steps` batches. If it
+    `replans`, a stage that has been slow for `patience_s` leads to a new plan.
     """
 
     least: int
@@ -60,12 +60,13 @@ class PhaseProgress:
 class PhaseForecast:
     """What a phase that is prepared predicts: `batch_s` are the seconds of a batch, `before_s` those with the
     plan of the phase before, on the devices as they are now. The machines numbered `idle` have no part in
-    its plan, and stand by.
+    its plan, and stand by. If it `survives`, it goes on without some of its machines.
     """
 
     batch_s: float | None = None
     before_s: float | None = None
     idle: tuple[int, ...] = ()
+    survives: bool = False
 
 
 @dataclass(slots=True)
@@ -189,7 +190,7 @@ class RunPhases:
                 continue
             before = phase.lost[key][1]
             # Only the line was lost if it is the same instance. Otherwise its processes have ended.
-            if before == instance or (phase.goes and not self.rules.needs_all):
+            if before == instance or (phase.goes and not self._needs_all(phase)):
                 del phase.lost[key]
                 phase.statuses.pop(key, None)
 
@@ -439,7 +440,7 @@ class RunPhases:
             phase.end = phase.end or "stop"
             return
         patience_s = self.rules.patience_s
-        is_stuck = self.rules.needs_all and bool(phase.lost)
+        is_stuck = self._needs_all(phase) and bool(phase.lost)
         gone_s = max((now_s - since_s for since_s, _ in phase.lost.values()), default=0.0)
         is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`
         if is_stuck and (is_other or gone_s >= patience_s) and phase.end != "kill":
@@ -456,6 +457,9 @@ class RunPhases:
                 self._prepare()
         elif self._is_slow(phase, now_s):
             self._prepare(for_slow=True)
+
+    def _needs_all(self, phase: RunPhase) -> bool:
+        return self.rules.needs_all and not (phase.forecast and phase.forecast.survives)
 
     def _is_slow(self, phase: RunPhase, now_s: float) -> bool:
         """Whether a stage is slow for so long that a new plan is to be weighed."""

@@ -163,6 +163,11 @@ class SyncChoice:
         """The mode in the words of a run file."""
         return "allreduce" if self.rounds is None else self.rounds.agreement[0]
 
+    @property
+    def averages(self) -> bool:
+        """Whether replicas average weights."""
+        return self.rounds is not None and self.rounds.averages
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:

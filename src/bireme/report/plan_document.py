@@ -265,6 +265,14 @@ def way_words(way: ConsideredWay) -> str:
     return f"{way.mode}{sums}{codecs if sums else codecs.replace(' and', ' with', 1)}"
 
 
+def sent_words(plan: Plan) -> str:
+    """What a plan sends otherwise than as it is, such as `int4 sums, int5`."""
+    found = [plan.sync_mode] if plan.sync_mode not in ("", "allreduce") else []
+    found += [f"{plan.sum_codec} sums"] if plan.sum_codec not in ("", "none") else []
+    words = dict.fromkeys(word for one in plan.codecs for word in (one.forward, one.backward))
+    return ", ".join((*found, *words)) or "as it is"
+
+
 def _to_loss(way: ConsideredWay) -> str:
     assert way.candidate is not None, "it has a plan"
     plan, forecast = way.candidate.plan, way.candidate.forecast

@@ -13,7 +13,6 @@ from bireme.plan.agreements import AgreementForecast
 from bireme.plan.forecast import (
     Answer,
     Candidate,
-    ConsideredWay,
     PlanKind,
     PlanSummary,
     StageForecast,
@@ -25,7 +24,7 @@ from bireme.plan.penalties import sum_steps
 from bireme.plan.plan import Plan, device_ranges
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
-from bireme.report.plan_document import Explanation
+from bireme.report.plan_document import Explanation, sent_words
 from bireme.report.terminal import GAP, TIERS, columns
 from bireme.schedule.instruction import Item
 
@@ -116,7 +115,7 @@ _AGREEMENTS = (
     "the study (docs/agreement.md)"
 )
 
-_MOST_CANDIDATES = 8
+_MOST_CANDIDATES = 12
 _HELPS = 1.005
 """Gains below this are not shown."""
 
@@ -167,24 +166,24 @@ def print_explanation(answer: Answer, found: Explanation, console: Console) -> N
     if found.stages:
         _say(console, "\n[bold]What each stage copies in a batch[/bold]")
         console.print(_stages_table(found.stages))
-    table = _table(("candidate", "shape", "cost", "slower by", "limited by", "memory left"))
-    least = answer.best.forecast.cost_s_per_sample
-    for candidate in answer.candidates[:_MOST_CANDIDATES]:
+    sent = ("sent",) if answer.ways else ()
+    table = _table(("candidate", "shape", *sent, "a step", "steps", "to a loss", "limited by", "memory left"))
+    batch_size = summarize(answer.best).batch_size
+    for candidate in _runners_up(answer)[:_MOST_CANDIDATES]:
         short = summarize(candidate)
         table.add_row(
             short.schedule,
             _sizes(short),
-            seconds_text(short.cost_s_per_sample),
-            f"{short.cost_s_per_sample / least - 1:.0%}" if short.cost_s_per_sample > least else "",
+            *([escape(sent_words(candidate.plan))] if sent else []),
+            seconds_text(short.batch_s),
+            f"{short.penalty:.2f}",
+            seconds_text(batch_size * short.cost_s_per_sample),
             escape(short.bottleneck),
             _left(candidate)[1],
         )
     _say(console, "\n[bold]The best candidates[/bold]")
     console.print(table)
-    if answer.ways:
-        _say(console, "\n[bold]Codecs and agreements that were considered[/bold]")
-        console.print(_considered_table(answer.ways))
-        _say(console, _CONSIDERED, style="dim")
+    _say(console, _TO_LOSS, style="dim")
     if found.agreements:
         _print_agreements(found.agreements, console)
     _say(console, "\n[bold]What would help[/bold]")
@@ -208,32 +207,17 @@ def print_explanation(answer: Answer, found: Explanation, console: Console) -> N
         _say(console, f"No help: {'; '.join(others)}.", style="dim")
 
 
-def _considered_table(ways: Sequence[ConsideredWay]) -> Table:
-    """What each way takes to the same loss, the best first; those that were not proposed come last."""
-    headings = ("agreement", "sums", "boundaries", "schedule", "a step", "steps", "to a loss", "on a link")
-    words = ("agreement", "sums", "boundaries", "schedule")
-    table = columns(headings, words=words, wrapped=("boundaries",))
-    for way in ways:
-        named = escape(way.mode), escape(way.sum_codec), escape(way.codecs)
-        if way.candidate is None:
-            table.add_row(*named, "none", style="dim")
-            continue
-        short = summarize(way.candidate)
-        table.add_row(
-            *named,
-            short.schedule,
-            seconds_text(short.batch_s),
-            f"{short.penalty:.2f}",
-            seconds_text(short.penalty * short.batch_s),
-            bytes_text(way.link_bytes),
-        )
-    return table
+def _runners_up(answer: Answer) -> list[Candidate]:
+    """The best plans; if the planner chose what to send, the best with each schedule and way to send."""
+    if not answer.ways:
+        return [*answer.candidates]
+    found: dict[tuple[str, str], Candidate] = {}
+    for one in answer.candidates:
+        found.setdefault((one.plan.schedule, sent_words(one.plan)), one)
+    return [*found.values()]
 
 
-_CONSIDERED = (
-    "to a loss: a step times the steps for one synchronous step (docs/convergence.md); on a link: what a "
-    "step sends over the link that needs longest"
-)
+_TO_LOSS = "to a loss: a step times the steps for one synchronous step (docs/convergence.md)"
 
 
 def _print_agreements(agreed: Sequence[AgreementForecast], console: Console) -> None:
@@ -254,8 +238,8 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
 
 
 def _table(headings: Sequence[str]) -> Table:
-    words = ("candidate", "limited by", "with", "then", "best of a kind")
-    return columns(headings, words=words, wrapped=("with",))
+    words = ("candidate", "sent", "limited by", "with", "then", "best of a kind")
+    return columns(headings, words=words, wrapped=("sent", "with"))
 
 
 def _shape(plan: Plan, short: PlanSummary) -> str:

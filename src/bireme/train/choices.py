@@ -38,23 +38,18 @@ def sync_choices(run: RunFile, graph: Graph | None, profile: Profile) -> tuple[S
     """The ways for the run's replicas to agree, the usual one first; none if the run names its way. Codecs
     whose cost depends on shapes need the graph.
     """
-    if not run.sync.is_chosen_by_planner:
+    if AUTO not in (run.sync.mode, run.sync.codec):
         return ()
-    return tuple(_choices(run, graph, profile))
-
-
-def _choices(run: RunFile, graph: Graph | None, profile: Profile) -> Iterator[SyncChoice]:
-    def choice(mode: str, codec: str) -> SyncChoice:
+    words = ("none", *SUMS_TO_TRY) if run.sync.codec == AUTO else (run.sync.codec,)
+    if graph is None:
+        words = tuple(word for word in words if parse_sum_codec(word).kind is not SumKind.LOWRANK)
+    averages = [(mode, "none") for mode in ("groups", "diloco") if run.sync.mode == AUTO]
+    found = []
+    for mode, codec in [*(("allreduce", word) for word in words), *averages]:
         alike = with_agreement(run, mode, codec)
         sums = sums_of_profile(alike, profile) if graph is None else sums_of(alike, graph)
-        rounds = rounds_of(alike, graph)
-        return SyncChoice(sums, rounds, _unstudied(alike) if alike.sync.averages else "")
-
-    for word in ("none", *SUMS_TO_TRY) if run.sync.codec == AUTO else (run.sync.codec,):
-        if graph is not None or parse_sum_codec(word).kind is not SumKind.LOWRANK:
-            yield choice("allreduce", word)
-    for mode in ("groups", "diloco") if run.sync.mode == AUTO else ():
-        yield choice(mode, "none")
+        found.append(SyncChoice(sums, rounds_of(alike, graph), _unstudied(alike)))
+    return tuple(found)
 
 
 _STUDIED = ("diloco_rate", "diloco_momentum", "diloco_fragments", "diloco_overlap")
@@ -62,8 +57,10 @@ _STUDIED = ("diloco_rate", "diloco_momentum", "diloco_fragments", "diloco_overla
 
 
 def _unstudied(run: RunFile) -> str:
-    """Why the study has no figure of the averages of a run; empty if it may have one."""
+    """Why the study has no figure of a run that averages; empty if it may have one, or the run does not."""
     sync, usual, balance = run.sync, Sync(), run.balance
+    if not sync.averages:
+        return ""
     if sync.average_optimizer:
         return "with sync.average_optimizer"
     if balance.mode == "start" or balance.batch == "grow" or balance.replan:
@@ -86,16 +83,6 @@ def with_agreement(run: RunFile, mode: str, codec: str) -> RunFile:
         usual = Sync()
         found = found.model_copy(update={name: getattr(usual, name) for name in of_another_mode(found)})
     return run.model_copy(update={"sync": found})
-
-
-def check_mode(run: RunFile) -> None:
-    """Refuse to leave the mode to the planner if a launcher or several machines start the processes."""
-    if run.sync.mode == AUTO:
-        raise BiremeError(
-            'sync.mode is "auto", but the mode decides which processes each machine starts, and here they '
-            "are started before anything is planned. Run bireme plan with a cluster file, and set sync.mode "
-            "to the mode that it chooses."
-        )
 
 
 def with_choices(run: RunFile, plan: Plan) -> RunFile:

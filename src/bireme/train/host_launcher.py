@@ -255,7 +255,7 @@ def _begun_before(
         return None  # rank 0 says what is wrong
     name = run.log.name or environment.job
     folder = None if name is None else RunFolder((Path(run.log.folder) / name).resolve())
-    return None if folder is None or not run.sync.is_coordinated else (folder.completed(run), folder)
+    return None if folder is None or run.sync.mode == "allreduce" else (folder.completed(run), folder)
 
 
 class RunLostError(Exception):

@@ -196,9 +196,14 @@ class EvaluatedDrafts:
     """Evaluates drafts and remembers the best."""
 
     def __init__(
-        self, problem: PlanningProblem, evaluator: PlanEvaluator, progress: Callable[[float], None]
+        self,
+        problem: PlanningProblem,
+        evaluator: PlanEvaluator,
+        progress: Callable[[float], None],
+        most_cost: float = math.inf,
     ) -> None:
-        self._problem = problem
+        """No plan that costs `most_cost` or more can win."""
+        self._problem, self._most_cost = problem, most_cost
         self.evaluator = evaluator
         self.progress = progress
         self._of_kind: dict[PlanKind, EvaluatedDraft] = {}
@@ -221,11 +226,12 @@ class EvaluatedDrafts:
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
         best = self._of_kind.get(PlanKind.of(outline))
-        return best is None or self.least_cost(outline, least_batch_s) < best.cost * (1 - _SLACK)
+        most = self._most_cost if best is None else min(self._most_cost, best.cost)
+        return self.least_cost(outline, least_batch_s) < most * (1 - _SLACK)
 
     def could_be_best(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether it could be the best of all."""
-        least = min((one.cost for one in self._of_kind.values()), default=math.inf)
+        least = min([self._most_cost, *(one.cost for one in self._of_kind.values())])
         return self.least_cost(outline, least_batch_s) < least * (1 - _SLACK)
 
     def least_cost(self, outline: Outline, least_batch_s: float) -> float:

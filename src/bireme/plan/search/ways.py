@@ -1,14 +1,17 @@
 """The ways to send less over links, where the planner may choose: codecs of boundaries, codecs of sums over
 replicas, and how replicas agree.
 
-A way is a point on these three axes. Each is searched for by itself, as if the request had named it, and the
-plan with the least time to the same loss is the best. So another way never makes the choice slower, and a
-request that names the chosen way finds the same plan. Steps are those of the study (`plan/penalties.py`). The
-study varies one axis at a time, so ways that differ from the usual one in two axes are not proposed.
+A way is a point on these three axes. The usual way is searched first. The plans that it finds are evaluated
+under every other way, and each of these is searched for plans that cost less than the best so far, the most
+promising way first. So another way never makes the choice slower. Steps are those of the study
+(`plan/penalties.py`), and multiply. Averages through codecs, or beside codecs of boundaries, were not studied
+and are not proposed.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 
 from bireme.cluster.cluster import Cluster
@@ -18,47 +21,82 @@ from bireme.plan.forecast import Answer, Candidate, ConsideredWay, NothingFits
 from bireme.plan.penalties import STUDIED_CELLS, STUDIED_SUMS, WORDS_TO_TRY, agreement_steps, sum_steps
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest, SyncChoice
 from bireme.plan.search.draft import draft_of
-from bireme.plan.search.evaluated import NumberedSearch
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 
-# Codecs of boundaries. A search is made without codecs and one with each that is worth trying, on all
-# boundaries between ranks. The best plan of all is then gone through boundary by boundary: a fast link needs
-# none. Within one server nothing is tried.
+WaySearch = Callable[[PlanRequest, int, int, float], Answer | NothingFits]
+"""Searches for a request, given its number and the number of all requests, for plans that cost less than the
+last argument.
+"""
 
 
-def with_best_codecs(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: NumberedSearch
+def with_best_way(
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: WaySearch, least: float
 ) -> Answer | NothingFits:
-    """The best answer over all codecs, the best plan without any among its candidates."""
-    bare = replace(request, codec="none")
-    words = WORDS_TO_TRY if _has_far_devices(cluster, request) else ()
-    asked = (bare, *(replace(request, codec=word) for word in words))
-    found = [search(one, place, len(asked)) for place, one in enumerate(asked)]
-    answers = [one for one in found if isinstance(one, Answer)]
-    plain = found[0]
-    if not answers or not words:
+    """The best answer over all ways, the usual way first among equals, with the plans of all ways among its
+    candidates; the refusal of the usual way if no plan fits with it. Without its steps for one, any plan
+    costs `least` for a sample at the least.
+    """
+    usual, *others = _ways(profile, cluster, request)
+    plain = search(usual.asked, 0, 1 + len(others), math.inf)
+    if not isinstance(plain, Answer):
         return plain
-    best = min(answers, key=lambda one: one.best.forecast.cost(request.goal))
-    ways = [
-        _way(one.codec, one, answer.best, profile, cluster)
-        if isinstance(answer, Answer)
-        else _refused(one.codec, one, str(answer))
-        for one, answer in zip(asked, found, strict=True)
-    ]
-    if best is plain:
-        return replace(best, ways=_ordered(ways, request.goal))
-    refined = _refined(best.best, PlanningProblem(profile, cluster, bare))
-    place = found.index(best)
-    ways[place] = _way(_words(refined), asked[place], refined, profile, cluster)
-    without = plain.candidates[:1] if isinstance(plain, Answer) else ()
-    candidates = (refined, *best.candidates[1:], *without)
-    ordered = tuple(sorted(candidates, key=lambda one: one.forecast.cost(request.goal)))
-    num_tried = sum(one.num_tried for one in answers)
-    return replace(best, candidates=ordered, num_tried=num_tried, ways=_ordered(ways, request.goal))
+    best, goal = usual.named(plain), request.goal
+    candidates, num_tried = list(best.candidates), best.num_tried
+    considered = {usual: usual.considered(best.best)}
+    promising: list[tuple[float, int, _Way, list[Candidate]]] = []
+    for place, way in enumerate(others):
+        refusal = way.refusal
+        if not refusal and least * way.least_steps >= best.best.forecast.cost(goal):
+            refusal = "Its steps alone cost more than the best plan."
+        if refusal:
+            considered[way] = way.refused(refusal)
+            continue
+        known = way.evaluated(plain.candidates)
+        cost = min((one.forecast.cost(goal) for one in known), default=math.inf)
+        promising.append((cost, place, way, known))
+    for number, (cost, _, way, known) in enumerate(sorted(promising, key=lambda one: one[:2]), 1):
+        most_cost = min(cost, best.best.forecast.cost(goal))
+        answer = way.found(partial(search, way.asked, number, 1 + len(promising), most_cost))
+        found = [*known, *(answer.candidates if isinstance(answer, Answer) else ())]
+        if not found:
+            considered[way] = way.refused(str(answer))
+            continue
+        first = min(found, key=lambda one: one.forecast.cost(goal))
+        considered[way] = way.considered(first)
+        candidates += found
+        if isinstance(answer, Answer):
+            num_tried += answer.num_tried
+        if first.forecast.cost(goal) < best.best.forecast.cost(goal):
+            usual, best = way, replace(answer if isinstance(answer, Answer) else best, candidates=(first,))
+    if best.best.plan.codecs and request.codec == AUTO:
+        refined = usual.refined(best.best)
+        candidates += [refined] if refined.plan != best.best.plan else []
+        considered[usual] = usual.considered(refined)
+    candidates.sort(key=lambda one: one.forecast.cost(goal))
+    ways = sorted(considered.values(), key=lambda one: _cost(one, goal)) if others else ()
+    return replace(best, candidates=(*candidates,), num_tried=num_tried, ways=(*ways,))
+
+
+def _cost(way: ConsideredWay, goal: Goal) -> float:
+    return math.inf if way.candidate is None else way.candidate.forecast.cost(goal)
+
+
+def _ways(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator["_Way"]:
+    """All ways that the request leaves open, the usual one first. Within one server no codec of boundaries is
+    tried.
+    """
+    choices: Sequence[SyncChoice | None] = request.sync_choices or (None,)
+    words: Sequence[str] = (request.codec,)
+    if request.codec == AUTO:
+        words = ("none", *(WORDS_TO_TRY if _has_far_devices(cluster, request) else ()))
+    for choice in choices:
+        for word in words:
+            if choice is None or word == words[0] or not choice.averages:
+                yield _Way(profile, cluster, request, word, choice)
 
 
 def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
@@ -68,192 +106,152 @@ def _has_far_devices(cluster: Cluster, request: PlanRequest) -> bool:
     return len({placed[device].server for device in usable}) > 1
 
 
-def _refined(best: Candidate, problem: PlanningProblem) -> Candidate:
-    """The plan with the best codec of each boundary, given those of the others."""
-    evaluator = PlanEvaluator(problem)
-    draft, forecast, goal = draft_of(best.plan, problem.cluster), best.forecast, problem.request.goal
-    tried = (AS_IT_IS, *(BoundaryCodecs(word, word) for word in WORDS_TO_TRY))
-    for boundary in range(len(draft.codecs)):
-        for one in tried:
-            own = (*draft.codecs[:boundary], one, *draft.codecs[boundary + 1 :])
-            other = replace(draft, codecs=own)
-            promised = evaluator.forecast(other)
-            candidate = Candidate(best.plan, promised)
-            if candidate.fits and promised.cost(goal) < forecast.cost(goal):
-                draft, forecast = other, promised
-    codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
-    return Candidate(draft.plan(problem.names, codecs), forecast)
-
-
-# Codecs of sums, and how replicas agree.
-
-LeastCost = Callable[[PlanRequest], float]
-"""What a sample costs at the least with any plan for a request, without its steps for one."""
-
-
-def with_best_sync(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: NumberedSearch, least: LeastCost
-) -> Answer | NothingFits:
-    """The best answer over all ways for the replicas to agree, the usual way first among equals; the refusal
-    of the usual way if no plan fits with it.
-    """
-    usual, *others = request.sync_choices
-    others.sort(key=_sent_share)
-    bare = request.agreeing(usual)
-    plain = search(bare, 0, len(request.sync_choices))
-    if not isinstance(plain, Answer):
-        return plain
-    goal, named = request.goal, _named(plain, usual)
-    num_tried = plain.num_tried
-    best, ways = named, list(plain.ways) or [_way(request.codec, bare, named.best, profile, cluster)]
-    for place, choice in enumerate(others, 1):
-        asked = _asked(bare, choice)
-        cost = best.best.forecast.cost(goal)
-        refusal = _unstudied(bare, choice, profile.optimizer)
-        if not refusal and least(asked) * _least_steps(asked, profile.optimizer) >= cost:
-            refusal = "Its steps alone cost more than the best plan."
-        if refusal:
-            ways.append(_refused(asked.codec, asked, refusal))
-            continue
-        found = _found(search, asked, place, len(request.sync_choices), profile.optimizer)
-        if not isinstance(found, Answer):
-            ways.append(_refused(asked.codec, asked, found))
-            continue
-        found = _named(found, choice)
-        ways.append(_way(asked.codec, asked, found.best, profile, cluster))
-        num_tried += found.num_tried
-        best = found if found.best.forecast.cost(goal) < cost else best
-    return replace(best, num_tried=num_tried, ways=_ordered(ways, goal))
-
-
-def _asked(request: PlanRequest, choice: SyncChoice) -> PlanRequest:
-    """The request with a choice, limited to combinations that the study has: no codec on boundaries, and no
-    delayed updates unless it has figures of both together.
-    """
-    asked = request.agreeing(choice)
-    averages = choice.rounds is not None and choice.rounds.averages
-    is_synchronous = not averages or request.delay_warmup_share == 0
-    return replace(
-        asked,
-        codec="none" if asked.codec == AUTO else asked.codec,
-        synchronous=asked.synchronous or (is_synchronous and asked.schedule == AUTO),
-    )
-
-
-def _found(
-    search: NumberedSearch, asked: PlanRequest, place: int, count: int, optimizer: str
-) -> Answer | str:
-    """The plans of several replicas whose steps the study knows, or why there are none."""
-    try:
-        found = search(asked, place, count)
-    except BiremeError as error:
-        return str(error)
-    if not isinstance(found, Answer):
-        return str(found)
-    known = tuple(one for one in found.candidates if _is_known(one, asked, optimizer))
-    return replace(found, candidates=known) if known else _NONE_KNOWN
-
-
 _NONE_KNOWN = "No plan of several replicas whose steps the study knows is among the best."
 
 
-def _is_known(candidate: Candidate, asked: PlanRequest, optimizer: str) -> bool:
-    plan, rounds = candidate.plan, asked.rounds
-    if plan.width == 1 or rounds is None or not rounds.averages:
-        return plan.width > 1
-    has_warmup = asked.delay_warmup_share > 0
-    sites = asked.num_sites(plan.width)
-    return agreement_steps(
-        *rounds.agreement, optimizer, sites, plan.source.rule, has_warmup=has_warmup
-    ).is_studied
+class _Way:
+    """A codec of all boundaries and a choice of how replicas agree; no choice if the request names it."""
 
+    def __init__(
+        self, profile: Profile, cluster: Cluster, request: PlanRequest, word: str, choice: SyncChoice | None
+    ) -> None:
+        self._profile, self._cluster, self._choice = profile, cluster, choice
+        self._is_usual = choice is None or choice is request.sync_choices[0]
+        self._has_codec = word not in (request.codec, "none")
+        asked = replace(request if choice is None else request.agreeing(choice), codec=word)
+        if self._averages and request.delay_warmup_share == 0 and request.schedule == AUTO:
+            asked = replace(asked, synchronous=True)
+        self.asked = asked
+        self._evaluators: dict[str, tuple[PlanEvaluator, PlanningProblem]] = {}
 
-def _unstudied(request: PlanRequest, choice: SyncChoice, optimizer: str) -> str:
-    """Why a choice is not proposed; empty if it is."""
-    averages = choice.rounds is not None and choice.rounds.averages
-    what = choice.mode if averages else "codecs of sums"
-    rule = None if request.schedule == AUTO else SCHEDULES[request.schedule].rule
-    knows_rule = rule in (None, Rule.SYNCHRONOUS) or (
-        averages and rule is Rule.FRESH and request.delay_warmup_share > 0
-    )
-    has_codec = request.codec not in ("none", AUTO) or bool(request.boundaries)
-    unknown = {
-        f"with {optimizer}": optimizer not in STUDIED_SUMS,
-        f"under {request.schedule}": not knows_rule,
-        "beside codecs of boundaries": has_codec,
-        "with codecs": averages and not choice.sums.is_dense,
-        "with principal components": request.whole_backwards,
-        choice.unstudied: bool(choice.unstudied),
-    }
-    for words, is_unknown in unknown.items():
-        if is_unknown:
-            return f"The study has no figure of {what} {words}."
-    if request.width == 1:
-        return "One replica has no other to agree with."
-    if averages and request.shard not in ("none", AUTO):
-        return "Replicas that share state sum gradients in every batch."
-    return ""
+    @property
+    def _averages(self) -> bool:
+        return self._choice is not None and self._choice.averages
 
+    @property
+    def refusal(self) -> str:
+        """Why it is not proposed; empty if it is."""
+        asked, choice, optimizer = self.asked, self._choice, self._profile.optimizer
+        if choice is None or self._is_usual:
+            return ""
+        what = choice.mode if choice.averages else "codecs of sums"
+        rule = Rule.SYNCHRONOUS if asked.schedule == AUTO else SCHEDULES[asked.schedule].rule
+        knows_rule = rule is Rule.SYNCHRONOUS or (rule is Rule.FRESH and asked.delay_warmup_share > 0)
+        unknown = {
+            f"with {optimizer}": optimizer not in STUDIED_SUMS,
+            f"under {asked.schedule}": choice.averages and not knows_rule,
+            "beside codecs of boundaries": choice.averages and (asked.codec != "none" or asked.boundaries),
+            "with codecs": choice.averages and not choice.sums.is_dense,
+            "with principal components": asked.whole_backwards,
+            choice.unstudied: choice.unstudied,
+        }
+        for words, is_unknown in unknown.items():
+            if is_unknown:
+                return f"The study has no figure of {what} {words}."
+        if asked.width == 1:
+            return "One replica has no other to agree with."
+        if choice.averages and asked.shard not in ("none", AUTO):
+            return "Replicas that share state sum gradients in every batch."
+        return ""
 
-def _least_steps(asked: PlanRequest, optimizer: str) -> float:
-    if asked.goal is Goal.THROUGHPUT:
-        return 1.0
-    steps = sum_steps(asked.sums.codec, optimizer).steps
-    return steps * min(
-        asked.agreement_penalty(replicas, optimizer, rule)
-        for _, replicas in STUDIED_CELLS
-        for rule in (Rule.SYNCHRONOUS, Rule.FRESH)
-    )
+    @property
+    def least_steps(self) -> float:
+        """The steps for one that it takes at the least."""
+        asked, optimizer = self.asked, self._profile.optimizer
+        if asked.goal is Goal.THROUGHPUT:
+            return 1.0
+        agreed = min(
+            asked.agreement_penalty(replicas, optimizer, rule)
+            for _, replicas in STUDIED_CELLS
+            for rule in (Rule.SYNCHRONOUS, Rule.FRESH)
+        )
+        coded = asked.codec_penalty((BoundaryCodecs(asked.codec, asked.codec),), optimizer)
+        return agreed * coded * sum_steps(asked.sums.codec, optimizer).steps
 
+    def is_known(self, candidate: Candidate) -> bool:
+        """Whether a plan is one of this way, and not of the usual one, and the study knows its steps."""
+        plan, asked = candidate.plan, self.asked
+        if (self._has_codec and not plan.codecs) or (plan.width == 1 and not self._is_usual):
+            return False
+        if self._is_usual or asked.rounds is None or not asked.rounds.averages:
+            return True
+        words = self._profile.optimizer, asked.num_sites(plan.width), plan.source.rule
+        has_warmup = asked.delay_warmup_share > 0
+        return agreement_steps(*asked.rounds.agreement, *words, has_warmup=has_warmup).is_studied
 
-def _sent_share(choice: SyncChoice) -> float:
-    """What each of two replicas sends in a batch, for each byte of its gradients."""
-    every = 1 if choice.rounds is None else choice.rounds.every
-    return choice.sums.hop_share(2) / every
+    def named(self, answer: Answer) -> Answer:
+        """With plans that have the choice in them."""
+        return replace(answer, candidates=(*self._named(answer.candidates),))
 
+    def found(self, search: Callable[[], Answer | NothingFits]) -> Answer | str:
+        """What a search finds of plans whose steps the study knows, or why there are none."""
+        try:
+            answer = search()
+        except BiremeError as error:
+            return str(error)
+        if not isinstance(answer, Answer):
+            return str(answer)
+        known = tuple(filter(self.is_known, self.named(answer).candidates))
+        return replace(answer, candidates=known) if known else _NONE_KNOWN
 
-def _named(answer: Answer, choice: SyncChoice) -> Answer:
-    """With plans that have the choice in them."""
-    mode, codec = choice.mode, str(choice.sums.codec)
-    candidates = tuple(
-        replace(one, plan=replace(one.plan, sync_mode=mode, sum_codec=codec)) for one in answer.candidates
-    )
-    return replace(answer, candidates=candidates)
+    def evaluated(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """What plans of another way come to in this one, as far as they fit."""
+        found = []
+        for one in candidates:
+            if one.plan.stage_widths and self.asked.equal_widths_because:
+                continue
+            draft = replace(draft_of(one.plan, self._cluster), codecs=())
+            if self.asked.synchronous and draft.rule is not Rule.SYNCHRONOUS:
+                continue
+            evaluator, problem = self._evaluator(one.plan.known_shard)
+            coded = draft.plan(problem.names, problem.codecs(draft.outline.rank_of_stage)).codecs
+            plan = replace(one.plan, codecs=coded)
+            if self.is_known(replace(one, plan=plan)):
+                candidate = Candidate(plan, evaluator.forecast(draft))
+                found += [candidate] if candidate.fits else []
+        return [*self._named(found)]
 
+    def refined(self, best: Candidate) -> Candidate:
+        """The plan with the best codec of each boundary, given those of the others: fast links need none."""
+        evaluator, problem = self._evaluator(best.plan.known_shard)
+        draft, forecast, goal = draft_of(best.plan, self._cluster), best.forecast, self.asked.goal
+        tried = (AS_IT_IS, *(BoundaryCodecs(word, word) for word in WORDS_TO_TRY))
+        for boundary in range(len(draft.codecs)):
+            for one in tried:
+                other = replace(draft, codecs=(*draft.codecs[:boundary], one, *draft.codecs[boundary + 1 :]))
+                promised = evaluator.forecast(other)
+                if Candidate(best.plan, promised).fits and promised.cost(goal) < forecast.cost(goal):
+                    draft, forecast = other, promised
+        codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
+        return Candidate(replace(best.plan, codecs=draft.plan(problem.names, codecs).codecs), forecast)
 
-# What was considered, for people who ask why.
+    def considered(self, best: Candidate) -> ConsideredWay:
+        """The way with its best plan, and what that sends over the link that needs longest."""
+        evaluator, problem = self._evaluator(best.plan.known_shard)
+        draft = draft_of(best.plan, self._cluster)
+        link, seconds = evaluator.busiest_lane(draft)
+        pairs = permutations({device for row in draft.grid for device in row}, 2)
+        lanes = (lane for pair in pairs for lane in problem.path(*pair) if lane.name == link)
+        rate = next((lane.bytes_per_s for lane in lanes), 0.0)
+        words = dict.fromkeys(word for one in best.plan.codecs for word in (one.forward, one.backward))
+        found = replace(self.refused(""), codecs=", ".join(words) or "none")
+        return replace(found, candidate=best, link=link, link_bytes=seconds * rate)
 
+    def refused(self, why: str) -> ConsideredWay:
+        """The way without a plan."""
+        choice = SyncChoice(self.asked.sums, self.asked.rounds)
+        return ConsideredWay(self.asked.codec, str(self.asked.sums.codec), choice.mode, refusal=why)
 
-def _way(
-    codecs: str, asked: PlanRequest, candidate: Candidate, profile: Profile, cluster: Cluster
-) -> ConsideredWay:
-    problem = PlanningProblem(profile, cluster, asked)
-    draft = draft_of(candidate.plan, cluster)
-    link, seconds = PlanEvaluator(problem).busiest_lane(draft)
-    pairs = permutations({device for row in draft.grid for device in row}, 2)
-    lanes = (lane for pair in pairs for lane in problem.path(*pair) if lane.name == link)
-    rate = next((lane.bytes_per_s for lane in lanes), 0.0)
-    found = _refused(codecs, asked, "")
-    return replace(found, candidate=candidate, link=link, link_bytes=seconds * rate)
+    def _named(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        choice = self._choice
+        mode, codec = ("", "") if choice is None else (choice.mode, str(choice.sums.codec))
+        for one in candidates:
+            yield replace(one, plan=replace(one.plan, sync_mode=mode, sum_codec=codec))
 
-
-def _refused(codecs: str, asked: PlanRequest, why: str) -> ConsideredWay:
-    choice = SyncChoice(asked.sums, asked.rounds)
-    words = "none" if codecs == AUTO else codecs
-    return ConsideredWay(words, str(asked.sums.codec), choice.mode, refusal=why)
-
-
-def _words(candidate: Candidate) -> str:
-    """The codecs of a plan's boundaries, each once."""
-    words = dict.fromkeys(word for one in candidate.plan.codecs for word in (one.forward, one.backward))
-    return ", ".join(words) or "none"
-
-
-def _ordered(ways: list[ConsideredWay], goal: Goal) -> tuple[ConsideredWay, ...]:
-    """The best first, and last those without a plan."""
-
-    def cost(way: ConsideredWay) -> tuple[bool, float]:
-        found = way.candidate
-        return found is None, 0.0 if found is None else found.forecast.cost(goal)
-
-    return tuple(sorted(ways, key=cost))
+    def _evaluator(self, shard: str) -> tuple[PlanEvaluator, PlanningProblem]:
+        """Of plans whose replicas share this."""
+        if shard not in self._evaluators:
+            asked = self.asked.sharing(shard) if self.asked.shard == AUTO else self.asked
+            problem = PlanningProblem(self._profile, self._cluster, asked)
+            self._evaluators[shard] = PlanEvaluator(problem), problem
+        return self._evaluators[shard]

@@ -207,11 +207,6 @@ class Sync(Table):
         """Whether a coordinator says who has a part, so that replicas may die."""
         return self.mode not in ("allreduce", AUTO)
 
-    @property
-    def is_chosen_by_planner(self) -> bool:
-        """Whether the planner chooses the mode or the codec."""
-        return AUTO in (self.mode, self.codec)
-
     codec: Annotated[str, AfterValidator(_sum_codec)] = "none"
     """Codec of what replicas send each other: none, int8 (blocks with a scale), int4 to int1 (rotated),
     threshold:SHARE:STEPS (the largest entries, by a threshold found every so many steps) or lowrank:RANK.
