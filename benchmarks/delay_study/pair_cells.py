@@ -20,25 +20,28 @@ from bireme.schedule.program import Rule
 
 __all__ = ["counted_steps", "is_pair", "pair_lines", "pair_sweeps"]
 
+DEEP, ALONE = (4, 8, 2), (1, 1, 4)
+"""Stages, micro-batches and replicas: a pipeline, and devices that each have the whole model."""
 FIRST_RUNG = {"adamw": 2, "muon": 4}
 RUNGS = {"2bw": 0}
 """Of rules that want a lower rate than a synchronous run."""
 PAIRS = (
-    ("fresh+warm-up", "none", "int4"),
-    ("synchronous", "int5", "int4"),
-    ("fresh+warm-up", "int5", "int4"),
-    ("2bw+warm-up", "none", "int4"),
-    ("synchronous", "int8", "int4"),
-    ("synchronous", "int8", "int8"),
-    ("fresh+warm-up", "none", "int8"),
-    ("2bw+warm-up", "none", "int8"),
-    ("2bw", "none", "int4"),
-    ("2bw", "none", "int8"),
-    ("fresh+warm-up", "none", "none"),
+    ("fresh+warm-up", "none", "int4", ALONE),
+    ("synchronous", "int5", "int4", DEEP),
+    ("fresh+warm-up", "int5", "int4", DEEP),
+    ("fresh+warm-up", "none", "int4", DEEP),
+    ("fresh+warm-up", "none", "none", ALONE),
+    ("2bw+warm-up", "none", "int4", DEEP),
+    ("synchronous", "int8", "int4", DEEP),
+    ("synchronous", "int8", "int8", DEEP),
+    ("fresh+warm-up", "none", "int8", DEEP),
+    ("2bw+warm-up", "none", "int8", DEEP),
+    ("2bw", "none", "int4", DEEP),
+    ("2bw", "none", "int8", DEEP),
 )
-"""Rules, codecs of boundaries and of sums; what plans choose most often comes first."""
-WITH_MUON = 3
-"""The first pairs, so many of them, are run with Muon too."""
+"""Rules, codecs of boundaries and of sums, and shapes; what plans choose most often comes first."""
+NUM_FIRST = 4
+"""The first pairs, so many of them, get three seeds first, and are run with Muon too."""
 _RULES = {
     "synchronous": (Rule.SYNCHRONOUS, 0.0),
     "2bw": (Rule.DELAYED, 0.0),
@@ -48,12 +51,19 @@ _RULES = {
 
 
 def pair_sweeps() -> Iterator[Sweep]:
-    """Three seeds at the best rate of a run without codecs; then a search."""
-    for is_searched in (False, True):
-        for optimizer, pairs in (("adamw", PAIRS), ("muon", PAIRS[:WITH_MUON])):
-            for rule, codec, sums in pairs:
-                cell = Cell(rule, optimizer, codec=codec, sums=sums, replicas=2)
-                yield Sweep(cell, RUNGS.get(rule, FIRST_RUNG[optimizer]), 3, is_searched=is_searched)
+    """Seeds at the best rate of a run without codecs; then a search."""
+    first = ("adamw", PAIRS[:NUM_FIRST])
+    for (optimizer, pairs), num_seeds, is_searched in (
+        (first, 3, False),
+        (("adamw", PAIRS), 1, False),
+        (("adamw", PAIRS), 3, False),
+        (("muon", PAIRS[:NUM_FIRST]), 3, False),
+        (("adamw", PAIRS), 3, True),
+    ):
+        for rule, codec, sums, (num_stages, num_microbatches, replicas) in pairs:
+            shape = {"num_stages": num_stages, "num_microbatches": num_microbatches, "replicas": replicas}
+            cell = Cell(rule, optimizer, codec=codec, sums=sums, **shape)
+            yield Sweep(cell, RUNGS.get(rule, FIRST_RUNG[optimizer]), num_seeds, is_searched=is_searched)
 
 
 def is_pair(cell: Cell) -> bool:
@@ -65,7 +75,7 @@ def is_pair(cell: Cell) -> bool:
 def pair_lines(found: Sequence[Row]) -> Iterator[str]:
     """What is measured of both together, and the product that plans count."""
     yield from table_lines(
-        ("rule", "boundaries", "sums", "optimizer", *FIGURES, "plans count"),
+        ("rule", "boundaries", "sums", "replicas", "d", "optimizer", *FIGURES, "plans count"),
         (
             (*_shape(row.cell), *row.figures, f"{counted_steps(row.cell):.2f}")
             for row in found
@@ -74,14 +84,16 @@ def pair_lines(found: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _shape(cell: Cell) -> tuple[str, ...]:
-    return cell.rule, cell.codec, cell.sums, cell.optimizer
+def _shape(cell: Cell) -> tuple[object, ...]:
+    return cell.rule, cell.codec, cell.sums, cell.replicas, cell.num_stages, cell.optimizer
 
 
 def counted_steps(cell: Cell) -> float:
     """The steps for one that plans count: the product of what each costs alone."""
     rule, delay_warmup = _RULES[cell.rule]
     unseen = unseen_share(cell.num_stages, cell.num_microbatches)
+    if cell.num_stages == 1:  # a trial step knows the gradients of its own replica alone
+        unseen = 1 - 1 / cell.replicas
     steps = steps_for_one(rule, cell.optimizer, delay_warmup=delay_warmup, unseen=unseen)
     boundaries = [BoundaryCodecs(cell.codec, cell.codec)]
     return (

@@ -37,14 +37,16 @@ SLOWEST, SLOW, FAST = 1e2, 1e8, 1e13
 RATES = (SLOWEST, 1e6, SLOW, FAST)
 
 
-def cluster(bytes_per_s: float) -> Cluster:
-    """Two machines with a device each."""
+def cluster(bytes_per_s: float, count: int = 2) -> Cluster:
+    """Machines with a device each."""
     device, card = Device("small", "cuda", memory_bytes=2**30), Card("card", (0,), Link(bytes_per_s))
-    return Cluster(tuple(Server(name, (device,), cards=(card,)) for name in ("one", "other")))
+    names = ("one", "other", "third", "fourth")[:count]
+    return Cluster(tuple(Server(name, (device,), cards=(card,)) for name in names))
 
 
 def found(bytes_per_s: float, request: PlanRequest = WIDE, optimizer: str = "adamw") -> Answer:
-    answer = find_plan(replace(tiny_profile(2), optimizer=optimizer), cluster(bytes_per_s), request)
+    count = max(request.least_devices, 2)
+    answer = find_plan(replace(tiny_profile(2), optimizer=optimizer), cluster(bytes_per_s, count), request)
     assert isinstance(answer, Answer)
     return answer
 
@@ -133,11 +135,12 @@ def test_steps_of_delayed_updates_and_of_both_kinds_of_codecs_multiply() -> None
     ]
     rule = WIDE.penalty(Rule.FRESH, "adamw", 1, best.plan.num_microbatches, width=2)
     assert best.forecast.penalty == pytest.approx(rule * best.forecast.sum_penalty)
-    both = found(1e6, replace(DEEP, width=2, batch_size=8))
+    both = found(1e6, replace(DEEP, width=2, batch_size=8, sync_choices=(SUMS[0], SUMS[3])))
     (one,) = [way for way in both.ways if (way.codecs, way.sum_codec) == ("int8", "int2")]
     assert one.candidate is not None
     forecast = one.candidate.forecast
-    assert forecast.penalty == pytest.approx(forecast.codec_penalty * forecast.sum_penalty) > 1.1
+    assert forecast.penalty == pytest.approx(forecast.codec_penalty * forecast.sum_penalty)
+    assert 1.0 < forecast.codec_penalty < forecast.sum_penalty
 
 
 def test_averages_through_a_codec_or_with_other_settings_are_not_proposed() -> None:
@@ -186,7 +189,7 @@ def test_the_choice_is_in_the_plan_s_file_in_its_document_and_in_the_explanation
     console = Console(file=StringIO(), width=100)
     print_explanation(answer, Explanation((), (), ()), console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(way.sum_codec in shown and way.mode in shown for way in answer.ways)
+    assert all(words in shown for words in ("lowrank:4 sums", "int2 sums", "to a loss"))
 
 
 AUTOMATIC = {"sync": {"mode": AUTO, "codec": AUTO}}

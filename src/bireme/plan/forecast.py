@@ -200,10 +200,6 @@ class NoRoomError(BiremeError):
     """Nothing that was tried fits the devices, also with what may be paged or shared."""
 
 
-class NothingCheaperError(BiremeError):
-    """No plan that was tried costs less than another one that is known."""
-
-
 @dataclass(frozen=True, slots=True)
 class NothingFits:
     """That no plan fits, and why: of all plans the one whose worst device misses least.

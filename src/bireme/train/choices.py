@@ -4,7 +4,7 @@ The planner chooses what the run file leaves to it among the ways that are made 
 choice: a run that is resumed has it as its own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 

@@ -164,8 +164,8 @@ class _GatheredWalk(PagedWalk):
         return super()._settled(draft)
 
 
-_MOST_SHOWN = 16
-"""Largest number of candidates in an answer, including the best of every kind."""
+_MOST_SHOWN, _MOST_WIDTHS = 16, 6
+"""Largest number of candidates in an answer, including the best of every kind; widths that have one each."""
 
 _SLACK = 1e-9
 """Relative: so much better is rounding."""
@@ -196,14 +196,9 @@ class EvaluatedDrafts:
     """Evaluates drafts and remembers the best."""
 
     def __init__(
-        self,
-        problem: PlanningProblem,
-        evaluator: PlanEvaluator,
-        progress: Callable[[float], None],
-        most_cost: float = math.inf,
+        self, problem: PlanningProblem, evaluator: PlanEvaluator, progress: Callable[[float], None]
     ) -> None:
-        """No plan that costs `most_cost` or more can win."""
-        self._problem, self._most_cost = problem, most_cost
+        self._problem = problem
         self.evaluator = evaluator
         self.progress = progress
         self._of_kind: dict[PlanKind, EvaluatedDraft] = {}
@@ -226,12 +221,11 @@ class EvaluatedDrafts:
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
         best = self._of_kind.get(PlanKind.of(outline))
-        most = self._most_cost if best is None else min(self._most_cost, best.cost)
-        return self.least_cost(outline, least_batch_s) < most * (1 - _SLACK)
+        return best is None or self.least_cost(outline, least_batch_s) < best.cost * (1 - _SLACK)
 
     def could_be_best(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether it could be the best of all."""
-        least = min([self._most_cost, *(one.cost for one in self._of_kind.values())])
+        least = min((one.cost for one in self._of_kind.values()), default=math.inf)
         return self.least_cost(outline, least_batch_s) < least * (1 - _SLACK)
 
     def least_cost(self, outline: Outline, least_batch_s: float) -> float:
@@ -256,9 +250,13 @@ class EvaluatedDrafts:
         return found
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The best, those of every kind among them, by what they cost."""
+        """The best, those of every kind and of several widths among them, by what they cost."""
         shown = {one.draft: one for one in self._of_kind.values()}
-        for one in sorted(self._of_shape.values(), key=lambda one: one.cost):
+        of_shapes = sorted(self._of_shape.values(), key=lambda one: one.cost)
+        of_widths: dict[int, EvaluatedDraft] = {}
+        for one in of_shapes:
+            of_widths.setdefault(one.draft.outline.most_replicas, one)
+        for one in (*[*of_widths.values()][:_MOST_WIDTHS], *of_shapes):
             if len(shown) < _MOST_SHOWN:
                 shown.setdefault(one.draft, one)
         ordered = sorted(shown.values(), key=lambda one: (one.cost, one.draft.outline.num_devices))

@@ -404,13 +404,9 @@ class HeuristicExplorer(Explorer):
             for number, outline in enumerate(ranked[:_MOST_FRUITLESS]):
                 if number >= most and of_kind:
                     break
-                drafts, cost = [], math.inf
-                for draft in self._drafts(outline) if self._could_win(outline) else ():
-                    least_s = ledger.evaluator.least_s(draft)
-                    if ledger.could_win(outline, least_s):
-                        drafts.append(draft)
-                        cost = min(cost, self._estimator.rough_cost(draft, least_s))
+                drafts = list(self._drafts(outline))
                 if drafts:
+                    cost = min(self._rough_cost(draft) for draft in drafts)
                     of_kind.append((cost, len(rough) + number, drafts))
             rough += [(place > 0, *one) for place, one in enumerate(sorted(of_kind, key=itemgetter(0, 1)))]
         found: list[EvaluatedDraft] = []
@@ -420,7 +416,7 @@ class HeuristicExplorer(Explorer):
             is_known = PlanKind.of(outline) in {PlanKind.of(one.draft.outline) for one in ledger.all_best()}
             if is_known and ledger.evaluator.num_instructions > self._most_instructions:
                 continue
-            if self._could_win(outline):
+            if ledger.could_win(outline, self._outlines.least_s(outline)):
                 best = self._best_of(iter(drafts))
                 # Where links are slow, what a shape is worth shows only when its stages run ahead.
                 found += [] if best is None else [best, self._run_ahead(best)]
@@ -441,8 +437,8 @@ class HeuristicExplorer(Explorer):
             "others looked slower"
         )
 
-    def _could_win(self, outline: Outline) -> bool:
-        return self._ledger.could_win(outline, self._outlines.least_s(outline))
+    def _rough_cost(self, draft: Draft) -> float:
+        return self._estimator.rough_cost(draft, self._ledger.evaluator.least_s(draft))
 
     def _ranked(self, shapes: Sequence[Outline]) -> dict[PlanKind, list[Outline]]:
         """The shapes of each kind, the best looking first."""

@@ -14,14 +14,7 @@ from itertools import combinations
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
-from bireme.plan.forecast import (
-    Answer,
-    Forecast,
-    NoRoomError,
-    NothingCheaperError,
-    NothingFits,
-    Origin,
-)
+from bireme.plan.forecast import Answer, Forecast, NoRoomError, NothingFits, Origin
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import profile_hash
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
@@ -53,19 +46,17 @@ def find_plan(
     progress: Progress | None = None,
     is_brief: bool = False,
     advises: bool = True,
-    most_cost: float = math.inf,
 ) -> Answer | NothingFits:
     """The best plans for a model of that profile on that cluster, or why there is none.
 
     With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
-    Without `advises` the changes that would make a plan fit are not looked for. Plans that cost `most_cost`
-    or more may be left out; a `NothingCheaperError` says that all are.
+    Without `advises` the changes that would make a plan fit are not looked for.
     """
     tell = progress or (lambda _share: None)
     if request.equal_widths_because:
         request = replace(request, stage_widths=EQUAL)  # also where a part of the search asks for less
 
-    def again(asked: PlanRequest, place: int, count: int, most_cost: float) -> Answer | NothingFits:
+    def again(asked: PlanRequest, place: int, count: int) -> Answer | NothingFits:
         return find_plan(
             profile,
             cluster,
@@ -73,7 +64,6 @@ def find_plan(
             progress=lambda done: tell((place + done) / count),
             is_brief=is_brief,
             advises=advises and chooses_way and not place,
-            most_cost=most_cost,
         )
 
     chooses_way = bool(request.sync_choices) or request.codec == AUTO
@@ -103,17 +93,16 @@ def find_plan(
         if asked.shares_weights:
             return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
         if asked.memory is None:
-            return _found(profile, cluster, asked, share, most_cost, is_brief=is_brief, is_tight=False)
+            return on(cluster, asked)
         return with_paging(profile, cluster, asked, on, most_cost, walked, is_brief=walks_briefly)
 
     try:
         if request.shard == AUTO:
             asked, request = request, request.sharing(request.shards[0])  # whose refusal has the advice
-            num_devices = len(asked.devices) or cluster.num_devices
-            found = with_best_shard(asked, num_devices, lambda *words: again(*words, most_cost))
+            found = with_best_shard(asked, len(asked.devices) or cluster.num_devices, again)
         else:
             problem = PlanningProblem(profile, cluster, request)
-            found = _with_subsets(problem, on_devices, most_cost, is_brief=is_brief)
+            found = _with_subsets(problem, on_devices, is_brief=is_brief)
     except (NoRoomError, TierTooSmallError) as error:
         nearest = find_resident(profile, cluster, request) if advises else None
         if not isinstance(nearest, NothingFits):
@@ -136,15 +125,14 @@ def _found(
     cluster: Cluster,
     request: PlanRequest,
     progress: Progress,
-    most_cost: float = math.inf,
     *,
     is_brief: bool,
     is_tight: bool,
     is_rough: bool = False,
 ) -> Answer | NothingFits:
-    """The best plans with the codec that is wished for, of those that cost less than `most_cost`. If memory
-    is tight, not all plans are gone through: hardly any fits, and so hardly any would be ruled out. If the
-    search is rough, a heuristic one does not walk on from the plans it finds.
+    """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
+    hardly any fits, and so hardly any would be ruled out. If the search is rough, a heuristic one does not
+    walk on from the plans it finds.
     """
     problem = PlanningProblem(profile, cluster, request)
     outlines = Outlines(problem)
@@ -153,7 +141,7 @@ def _found(
         raise BiremeError(_no_shape(problem, outlines.refusal))
     if homeless := why_homeless(problem, shapes):
         raise BiremeError(homeless)
-    ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress, most_cost)
+    ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: ExhaustiveExplorer | HeuristicExplorer
     is_exhaustive, how = False, []
     if shapes:
@@ -174,8 +162,6 @@ def _found(
         how += [unequal.how] if unequal.how else []
         is_exhaustive = is_exhaustive if shapes else unequal.is_exhaustive
     candidates = ledger.candidates()
-    if not candidates and most_cost < math.inf:
-        raise NothingCheaperError("No other plan that was tried costs less.")
     if not candidates:
         next((draft for draft in fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
         candidates = ledger.candidates()
@@ -265,7 +251,7 @@ _LimitedSearch = Callable[[PlanRequest, float], Answer | NothingFits]
 
 
 def _with_subsets(
-    problem: PlanningProblem, search: _LimitedSearch, most_cost: float, *, is_brief: bool
+    problem: PlanningProblem, search: _LimitedSearch, *, is_brief: bool
 ) -> Answer | NothingFits:
     """The best answer for all devices or a subset; raises what the search for all raises if nothing fits.
 
@@ -274,9 +260,7 @@ def _with_subsets(
     request, goal = problem.request, problem.request.goal
     first: Answer | NothingFits | BiremeError
     try:
-        first = search(request, most_cost)
-    except NothingCheaperError:
-        raise  # plans for a subset are plans for all
+        first = search(request, math.inf)
     except BiremeError as error:
         first = error
     if not isinstance(first, BiremeError) and first.is_exhaustive:
@@ -284,7 +268,7 @@ def _with_subsets(
     best = first if isinstance(first, Answer) else None
     num_searched = 0
     for devices in _subsets(problem, best, is_brief=is_brief):
-        least = most_cost if best is None else min(most_cost, best.best.forecast.cost(goal))
+        least = math.inf if best is None else best.best.forecast.cost(goal)
         if _least_cost(problem, devices) >= least:
             continue
         num_searched += 1

@@ -1,15 +1,15 @@
 """The ways to send less over links, where the planner may choose: codecs of boundaries, codecs of sums over
 replicas, and how replicas agree.
 
-A way is a point on these three axes. The usual way is searched first. The plans that it finds are evaluated
-under every other way, and each of these is searched for plans that cost less than the best so far, the most
-promising way first. So another way never makes the choice slower. Steps are those of the study
-(`plan/penalties.py`), and multiply. Averages through codecs, or beside codecs of boundaries, were not studied
-and are not proposed.
+A way is a point on these three axes. The usual way is searched first, and the plans that it finds are
+evaluated in every other way. The ways that look best are then searched too, and their plans evaluated in the
+others. So another way never makes the choice slower. Steps are those of the study (`plan/penalties.py`), and
+multiply. Averages through codecs, or beside codecs of boundaries, were not studied and are not proposed.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -21,64 +21,72 @@ from bireme.plan.forecast import Answer, Candidate, ConsideredWay, NothingFits
 from bireme.plan.penalties import STUDIED_CELLS, STUDIED_SUMS, WORDS_TO_TRY, agreement_steps, sum_steps
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest, SyncChoice
 from bireme.plan.search.draft import draft_of
+from bireme.plan.search.evaluated import NumberedSearch
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 
-WaySearch = Callable[[PlanRequest, int, int, float], Answer | NothingFits]
-"""Searches for a request, given its number and the number of all requests, for plans that cost less than the
-last argument.
+_MOST_SEARCHED, _FAR = 2, 1.1
+"""Ways that are searched beside the usual one, and how many times as much as the best plan known plans may
+cost in them. The way of the best plan is searched in any case.
 """
+_MOST_SPREAD = 4
+"""Plans of a way that are evaluated in the others."""
 
 
 def with_best_way(
-    profile: Profile, cluster: Cluster, request: PlanRequest, search: WaySearch, least: float
+    profile: Profile, cluster: Cluster, request: PlanRequest, search: NumberedSearch, least: float
 ) -> Answer | NothingFits:
     """The best answer over all ways, the usual way first among equals, with the plans of all ways among its
     candidates; the refusal of the usual way if no plan fits with it. Without its steps for one, any plan
     costs `least` for a sample at the least.
     """
     usual, *others = _ways(profile, cluster, request)
-    plain = search(usual.asked, 0, 1 + len(others), math.inf)
+    plain = search(usual.asked, 0, 1 + _MOST_SEARCHED if others else 1)
     if not isinstance(plain, Answer):
         return plain
-    best, goal = usual.named(plain), request.goal
-    candidates, num_tried = list(best.candidates), best.num_tried
-    considered = {usual: usual.considered(best.best)}
-    promising: list[tuple[float, int, _Way, list[Candidate]]] = []
-    for place, way in enumerate(others):
+    answers, considered = {usual: usual.named(plain)}, list[ConsideredWay]()
+    plans = {usual: [*answers[usual].candidates]}
+
+    def cost(way: "_Way") -> float:
+        return min(one.forecast.cost(request.goal) for one in plans[way])
+
+    for way in others:
         refusal = way.refusal
-        if not refusal and least * way.least_steps >= best.best.forecast.cost(goal):
+        if not refusal and least * way.least_steps >= cost(usual):
             refusal = "Its steps alone cost more than the best plan."
-        if refusal:
-            considered[way] = way.refused(refusal)
-            continue
-        known = way.evaluated(plain.candidates)
-        cost = min((one.forecast.cost(goal) for one in known), default=math.inf)
-        promising.append((cost, place, way, known))
-    for number, (cost, _, way, known) in enumerate(sorted(promising, key=lambda one: one[:2]), 1):
-        most_cost = min(cost, best.best.forecast.cost(goal))
-        answer = way.found(partial(search, way.asked, number, 1 + len(promising), most_cost))
-        found = [*known, *(answer.candidates if isinstance(answer, Answer) else ())]
-        if not found:
-            considered[way] = way.refused(str(answer))
-            continue
-        first = min(found, key=lambda one: one.forecast.cost(goal))
-        considered[way] = way.considered(first)
-        candidates += found
-        if isinstance(answer, Answer):
-            num_tried += answer.num_tried
-        if first.forecast.cost(goal) < best.best.forecast.cost(goal):
-            usual, best = way, replace(answer if isinstance(answer, Answer) else best, candidates=(first,))
-    if best.best.plan.codecs and request.codec == AUTO:
-        refined = usual.refined(best.best)
-        candidates += [refined] if refined.plan != best.best.plan else []
-        considered[usual] = usual.considered(refined)
-    candidates.sort(key=lambda one: one.forecast.cost(goal))
-    ways = sorted(considered.values(), key=lambda one: _cost(one, goal)) if others else ()
-    return replace(best, candidates=(*candidates,), num_tried=num_tried, ways=(*ways,))
+        known = [] if refusal else way.evaluated(plain.candidates)
+        if known:
+            plans[way] = known
+        else:
+            considered.append(way.refused(refusal or _NONE_KNOWN))
+    while True:
+        best = min(plans, key=cost)
+        way = min((one for one in plans if one not in answers), key=cost, default=best)
+        is_enough = len(answers) > _MOST_SEARCHED or cost(way) > _FAR * cost(best)
+        if way in answers or (best in answers and is_enough):
+            break
+        place = min(len(answers), _MOST_SEARCHED)
+        answers[way] = way.found(partial(search, way.asked, place, 1 + _MOST_SEARCHED), plain)
+        found = answers[way].candidates
+        plans[way] += found
+        for other in plans.keys() - answers.keys():
+            plans[other] += other.evaluated(found[:_MOST_SPREAD])
+    for way, own in plans.items():
+        own.sort(key=lambda one: one.forecast.cost(request.goal))
+        if way is best and own[0].plan.codecs and request.codec == AUTO:
+            own.insert(0, way.refined(own[0]))
+        considered.append(way.considered(own[0]))
+    candidates = [one for own in plans.values() for one in own]
+    candidates.sort(key=lambda one: one.forecast.cost(request.goal))
+    return replace(
+        answers[best],
+        candidates=(*candidates,),
+        num_tried=sum(one.num_tried for one in answers.values()),
+        ways=(*sorted(considered, key=lambda one: _cost(one, request.goal)),) if others else (),
+    )
 
 
 def _cost(way: ConsideredWay, goal: Goal) -> float:
@@ -183,16 +191,14 @@ class _Way:
         """With plans that have the choice in them."""
         return replace(answer, candidates=(*self._named(answer.candidates),))
 
-    def found(self, search: Callable[[], Answer | NothingFits]) -> Answer | str:
-        """What a search finds of plans whose steps the study knows, or why there are none."""
-        try:
+    def found(self, search: Callable[[], Answer | NothingFits], plain: Answer) -> Answer:
+        """What a search finds of plans whose steps the study knows; otherwise `plain` without plans."""
+        answer: Answer | NothingFits | None = None
+        with suppress(BiremeError):
             answer = search()
-        except BiremeError as error:
-            return str(error)
         if not isinstance(answer, Answer):
-            return str(answer)
-        known = tuple(filter(self.is_known, self.named(answer).candidates))
-        return replace(answer, candidates=known) if known else _NONE_KNOWN
+            return replace(plain, candidates=(), num_tried=0)
+        return replace(answer, candidates=(*filter(self.is_known, self.named(answer).candidates),))
 
     def evaluated(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """What plans of another way come to in this one, as far as they fit."""
