@@ -10,6 +10,7 @@ from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from bireme.codec.description import BoundaryCodecs
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.plan.penalties import (
+    BOTH_CODED,
     DEFAULT_DELAY_WARMUP,
     codec_steps,
     steps_for_one,
@@ -89,13 +90,14 @@ def _shape(cell: Cell) -> tuple[object, ...]:
 
 
 def counted_steps(cell: Cell) -> float:
-    """The steps for one that plans count: the product of what each costs alone."""
+    """The steps for one that plans count."""
     rule, delay_warmup = _RULES[cell.rule]
     unseen = unseen_share(cell.num_stages, cell.num_microbatches)
     if cell.num_stages == 1:  # a trial step knows the gradients of its own replica alone
         unseen = 1 - 1 / cell.replicas
     steps = steps_for_one(rule, cell.optimizer, delay_warmup=delay_warmup, unseen=unseen)
     boundaries = [BoundaryCodecs(cell.codec, cell.codec)]
+    steps *= BOTH_CODED if "none" not in (cell.codec, cell.sums) else 1.0
     return (
         steps
         * codec_steps(boundaries, cell.optimizer, has_ending=False)

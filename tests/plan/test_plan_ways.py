@@ -15,7 +15,7 @@ from bireme.cluster.device import Device
 from bireme.codec.sum_description import SiteRounds, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer
-from bireme.plan.penalties import SUMS_TO_TRY, sum_steps
+from bireme.plan.penalties import BOTH_CODED, SUMS_TO_TRY, sum_steps
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest, SyncChoice
 from bireme.plan.search.search import find_plan
@@ -140,6 +140,9 @@ def test_steps_of_delayed_updates_and_of_both_kinds_of_codecs_multiply() -> None
     assert one.candidate is not None
     forecast = one.candidate.forecast
     assert forecast.penalty == pytest.approx(forecast.codec_penalty * forecast.sum_penalty)
+    (alone,) = [way.candidate for way in both.ways if (way.codecs, way.sum_codec) == ("int8", "none")]
+    assert alone is not None
+    assert forecast.codec_penalty == pytest.approx(BOTH_CODED * alone.forecast.codec_penalty)
     assert 1.0 < forecast.codec_penalty < forecast.sum_penalty
 
 

@@ -245,6 +245,12 @@ def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
     return alike[max(coarser)] if coarser else SumSteps(alike[min(alike)].steps, is_at_least=True)
 
 
+BOTH_CODED = 1.05
+"""Steps for one of a run with codecs on boundaries and in sums, as a factor of what both cost alone: the
+study's, of `int5` with `int4`. Codecs and delayed updates cost no more together than their product.
+"""
+
+
 def _fineness(codec: SumCodec) -> float:
     """How much of a gradient a codec sends, next to others of its kind."""
     return {SumKind.BITS: codec.bits, SumKind.LOWRANK: codec.rank}.get(codec.kind, codec.share)

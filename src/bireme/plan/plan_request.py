@@ -13,6 +13,7 @@ from bireme.errors import BiremeError, closest
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.penalties import (
+    BOTH_CODED,
     DEFAULT_DELAY_WARMUP,
     WORDS_TO_TRY,
     agreement_steps,
@@ -446,11 +447,14 @@ class PlanRequest:
         named += [word for _, one in self.boundaries for word in (one.forward, one.backward)]
         return tuple(dict.fromkeys(str(parse_codec(word)) for word in named if word != "none"))
 
-    def codec_penalty(self, codecs: Iterable[BoundaryCodecs], optimizer: str) -> float:
-        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput."""
+    def codec_penalty(self, codecs: Iterable[BoundaryCodecs], optimizer: str, width: int = 1) -> float:
+        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput. So many
+        replicas may have a codec of sums as well.
+        """
         if self.goal is Goal.THROUGHPUT:
             return 1.0
-        return codec_steps(codecs, optimizer, has_ending=self.has_ending)
+        steps = codec_steps(codecs, optimizer, has_ending=self.has_ending)
+        return steps * (BOTH_CODED if steps > 1 < width and not self.sums.is_dense else 1.0)
 
     def sum_penalty(self, width: int, optimizer: str) -> float:
         """Batches of so many replicas with this codec of sums that equal one without; 1 if the goal is

@@ -160,7 +160,9 @@ class PlanEvaluator:
             lookahead=draft.lookahead,
         )
         codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
-        codec_penalty = problem.request.codec_penalty(codecs, problem.profile.optimizer)
+        codec_penalty = problem.request.codec_penalty(
+            codecs, problem.profile.optimizer, outline.most_replicas
+        )
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
