@@ -448,8 +448,8 @@ class PlanRequest:
         return tuple(dict.fromkeys(str(parse_codec(word)) for word in named if word != "none"))
 
     def codec_penalty(self, codecs: Iterable[BoundaryCodecs], optimizer: str, width: int = 1) -> float:
-        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput. So many
-        replicas may have a codec of sums as well.
+        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput. If
+        there are so many replicas, their codec of sums makes it more.
         """
         if self.goal is Goal.THROUGHPUT:
             return 1.0
