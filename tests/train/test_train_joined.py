@@ -75,7 +75,12 @@ def closing(stack: ExitStack, *found: Running) -> Sequence[Running]:
 
 
 def test_two_machines_join_a_coordinator_without_devices_and_train_a_model(tmp_path: Path) -> None:
-    run = written(tmp_path, "allreduce", 2)
+    """The mode is the one that the planner has chosen for the plan."""
+    run = written(tmp_path, "auto", 2)
+    (plan,) = tmp_path.glob("plan-*.json")
+    document = json.loads(plan.read_text())
+    document["plan"] |= {"sync_mode": "diloco", "sum_codec": "none"}
+    plan.write_text(json.dumps(document))
     with ExitStack() as stack:
         (red,) = closing(stack, coordinating(tmp_path, run, "--no-devices", "--json"))
         joins = [
@@ -88,6 +93,7 @@ def test_two_machines_join_a_coordinator_without_devices_and_train_a_model(tmp_p
     document = json.loads(found[-1][1])
     assert document["status"] == 0
     assert document["run"]["steps"] == 12
+    assert [one["members"] for one in document["run"]["membership"]] == [[0, 1]]
     assert {one["name"] for one in document["machines"]} == {"blue", "green"}
     assert ": step 12/12  " in found[-1][2]
     assert (tmp_path / "runs" / "run" / "model").is_dir()

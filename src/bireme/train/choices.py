@@ -40,9 +40,9 @@ def sync_choices(run: RunFile, graph: Graph | None, profile: Profile) -> tuple[S
     """
     if AUTO not in (run.sync.mode, run.sync.codec):
         return ()
-    words = ("none", *SUMS_TO_TRY) if run.sync.codec == AUTO else (run.sync.codec,)
+    words = ["none", *SUMS_TO_TRY] if run.sync.codec == AUTO else [run.sync.codec]
     if graph is None:
-        words = tuple(word for word in words if parse_sum_codec(word).kind is not SumKind.LOWRANK)
+        words = [word for word in words if parse_sum_codec(word).kind is not SumKind.LOWRANK]
     averages = [(mode, "none") for mode in ("groups", "diloco") if run.sync.mode == AUTO]
     found = []
     for mode, codec in [*(("allreduce", word) for word in words), *averages]:
