@@ -264,10 +264,9 @@ def set_up_run(
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
     copies = start_name(state.number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
-    losses: tuple[AfterLoss, ...] = ()
-    if wait is not None and may_plan_ahead(named):
-        kept = with_agreement(named, sync.mode, AUTO)
-        losses = _losses(kept, nodes, texts, is_mode_chosen=is_mode_chosen)
+    kept = with_agreement(named, sync.mode, AUTO)
+    plans_ahead = wait is not None and may_plan_ahead(kept)
+    losses = _losses(kept, nodes, texts, is_mode_chosen=is_mode_chosen) if plans_ahead else ()
     return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies, losses)
 
 

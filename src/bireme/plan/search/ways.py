@@ -7,7 +7,6 @@ others. So another way never makes the choice slower. Steps are those of the stu
 multiply. Averages through codecs, or beside codecs of boundaries, were not studied and are not proposed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,7 +46,7 @@ def with_best_way(
     plain = search(usual.asked, 0, 1 + _MOST_SEARCHED if others else 1)
     if not isinstance(plain, Answer):
         return plain
-    answers, considered = {usual: usual.named(plain)}, list[ConsideredWay]()
+    answers, refused = {usual: usual.named(plain)}, list[ConsideredWay]()
     plans = {usual: [*answers[usual].candidates]}
 
     def cost(way: "_Way") -> float:
@@ -61,7 +60,7 @@ def with_best_way(
         if known:
             plans[way] = known
         else:
-            considered.append(way.refused(refusal or _NONE_KNOWN))
+            refused.append(way.refused(refusal or _NONE_KNOWN))
     while True:
         best = min(plans, key=cost)
         way = min((one for one in plans if one not in answers), key=cost, default=best)
@@ -74,23 +73,18 @@ def with_best_way(
         plans[way] += found
         for other in plans.keys() - answers.keys():
             plans[other] += other.evaluated(found[:_MOST_SPREAD])
-    for way, own in plans.items():
-        own.sort(key=lambda one: one.forecast.cost(request.goal))
-        if way is best and own[0].plan.codecs and request.codec == AUTO:
-            own.insert(0, way.refined(own[0]))
-        considered.append(way.considered(own[0]))
+    first = min(plans[best], key=lambda one: one.forecast.cost(request.goal))
+    if first.plan.codecs and request.codec == AUTO:
+        plans[best].insert(0, best.refined(first))
     candidates = [one for own in plans.values() for one in own]
     candidates.sort(key=lambda one: one.forecast.cost(request.goal))
+    considered = [way.considered(plans[way]) for way in sorted(plans, key=cost)]
     return replace(
         answers[best],
         candidates=(*candidates,),
         num_tried=sum(one.num_tried for one in answers.values()),
-        ways=(*sorted(considered, key=lambda one: _cost(one, request.goal)),) if others else (),
+        ways=(*considered, *refused) if others else (),
     )
-
-
-def _cost(way: ConsideredWay, goal: Goal) -> float:
-    return math.inf if way.candidate is None else way.candidate.forecast.cost(goal)
 
 
 def _ways(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator["_Way"]:
@@ -204,10 +198,9 @@ class _Way:
         """What plans of another way come to in this one, as far as they fit."""
         found = []
         for one in candidates:
-            if one.plan.stage_widths and self.asked.equal_widths_because:
-                continue
             draft = replace(draft_of(one.plan, self._cluster), codecs=())
-            if self.asked.synchronous and draft.rule is not Rule.SYNCHRONOUS:
+            is_late = self.asked.synchronous and draft.rule is not Rule.SYNCHRONOUS
+            if is_late or (one.plan.stage_widths and self.asked.equal_widths_because):
                 continue
             evaluator, problem = self._evaluator(one.plan.known_shard)
             coded = draft.plan(problem.names, problem.codecs(draft.outline.rank_of_stage)).codecs
@@ -231,8 +224,9 @@ class _Way:
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         return Candidate(replace(best.plan, codecs=draft.plan(problem.names, codecs).codecs), forecast)
 
-    def considered(self, best: Candidate) -> ConsideredWay:
-        """The way with its best plan, and what that sends over the link that needs longest."""
+    def considered(self, plans: Iterable[Candidate]) -> ConsideredWay:
+        """The way with the best of its plans, and what that sends over the link that needs longest."""
+        best = min(plans, key=lambda one: one.forecast.cost(self.asked.goal))
         evaluator, problem = self._evaluator(best.plan.known_shard)
         draft = draft_of(best.plan, self._cluster)
         link, seconds = evaluator.busiest_lane(draft)
