@@ -150,6 +150,11 @@ def test_the_cost_of_a_codec_is_what_its_messages_have() -> None:
     assert low.message_share == pytest.approx((4 * 1300 + 310) / entries)
     assert low.kept_share == pytest.approx(2 * 300_000 / entries)
     assert low.hop_share(2) == low.message_share
-    int8, sparse = sum_cost(parse_sum_codec("int8"), shapes), sum_cost(codec, shapes)
+    int8, int4, int2, int1, sparse = (
+        sum_cost(parse_sum_codec(text), shapes) for text in ("int8", "int4", "int2", "int1", "threshold")
+    )
     assert int8.hop_share(4) == pytest.approx(1.5 * int8.message_share)
-    assert sparse.hop_share(4) == pytest.approx(3 * sparse.message_share)
+    assert int2.hop_share(4) == pytest.approx(0.75 * (int2.message_share + int4.message_share))
+    for width, cost in ((4, int1), (2, int8), (4, sparse)):
+        assert cost.hop_share(width) == (width - 1) * cost.message_share
+    assert int1.hop_share(5) < 4 * int1.message_share

@@ -92,12 +92,12 @@ class CodedOracle:
         assert sums is not None
         if owner is None or not self._even:
             return sums
-        found = self._through(sums, owner, name, f"{batch} {owner} {name} sum")
+        found = self._through(sums, owner, name, f"{batch} {owner} {name} sum", least_bits=4)
         if self._codec.has_feedback:
             self._residuals[owner, name] = sums - found
         return found
 
-    def _through(self, wanted: Tensor, replica: int, name: str, word: str) -> Tensor:
+    def _through(self, wanted: Tensor, replica: int, name: str, word: str, *, least_bits: int = 1) -> Tensor:
         codec = self._codec
         if codec.kind is SumKind.THRESHOLD:
             largest = Threshold(codec.share, codec.life)
@@ -106,7 +106,8 @@ class CodedOracle:
             return largest.decode(
                 message[: largest.encode(wanted, message, memory)], wanted.shape, wanted.dtype
             )
-        blocks = BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+        bits = max(codec.bits, least_bits)
+        blocks = BlockCodec(bits, is_rotated=bits < 8, is_stochastic=not codec.has_feedback)
         message = torch.zeros(blocks.most_bytes(tuple(wanted.shape), wanted.dtype), dtype=torch.uint8)
         used = blocks.encode(wanted, message, seed=crc32(word.encode()))
         return blocks.decode(message[:used], tuple(wanted.shape), wanted.dtype)

@@ -132,6 +132,21 @@ class SumCodec:
         few = self.kind is SumKind.BITS and self.bits < _LEAST_BITS_ALONE
         return few or self.kind in (SumKind.THRESHOLD, SumKind.LOWRANK)
 
+    @property
+    def of_sums(self) -> "SumCodec":
+        """What sums of parts go through: four bits at least, for fewer cost much loss there."""
+        few = self.kind is SumKind.BITS and self.bits < _LEAST_BITS_ALONE
+        return SumCodec(SumKind.BITS, bits=_LEAST_BITS_ALONE) if few else self
+
+    def is_cut(self, num_members: int) -> bool:
+        """Whether so many members send parts of their messages and sums of parts, because whole messages to
+        all others would be longer.
+        """
+        if self.kind is not SumKind.BITS:
+            return False
+        own, of_sum = (blocks_bytes(FEWEST_ENTRIES, one.bits) for one in (self, self.of_sums))
+        return own + of_sum < num_members * own
+
     def codes(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of this shape goes through the codec, and not as it is."""
         num_entries = math.prod(shape)
@@ -176,15 +191,16 @@ class Gathered:
 class SumCost:
     """What a codec makes of a model's sums: bytes for each byte of its gradients, in the mean over them.
 
-    `message_share` is a replica's message or factors, `kept_share` what is kept from batch to batch.
-    `gathered` has the gradients of each unit that are not summed, whose bytes are those that are found; empty
-    where there are none.
+    `message_share` is a replica's message or factors, `sum_share` the message of a sum, `kept_share` what is
+    kept from batch to batch. `gathered` has the gradients of each unit that are not summed, whose bytes are
+    those that are found; empty where there are none.
     """
 
     codec: SumCodec = DENSE
     message_share: float = 1.0
     kept_share: float = 0.0
     gathered: tuple[Gathered, ...] = ()
+    sum_share: float = 1.0
 
     @property
     def is_dense(self) -> bool:
@@ -192,11 +208,14 @@ class SumCost:
         return self.codec == DENSE and not self.gathered
 
     def hop_share(self, width: int) -> float:
-        """What each of so many replicas sends for each byte of gradients, if all get the sum: parts of its
-        message and of the sum, or its message to all others.
+        """What each of so many replicas sends for each byte of gradients, if all get the sum: around a ring,
+        in parts and sums of parts, or to all others.
         """
-        times = width / 2 if self.codec.kind is SumKind.THRESHOLD else 1.0
-        return times * 2 * (width - 1) / width * self.message_share
+        if self.codec.kind in (SumKind.DENSE, SumKind.LOWRANK):
+            return 2 * (width - 1) / width * self.message_share
+        if self.codec.is_cut(width):
+            return (width - 1) / width * (self.message_share + self.sum_share)
+        return (width - 1) * self.message_share
 
     def part_share(self, width: int) -> float:
         """What each of so many replicas sends, for each byte of gradients, if each gets its own part of the
@@ -253,8 +272,12 @@ def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
     if codec == DENSE or not total:
         return DENSE_SUMS
     coded = sum(math.prod(shape) for shape in sizes if codec.codes(shape))
-    message = sum(codec.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
-    return SumCost(codec, message, _KEPT_COPIES * coded / total if codec.has_feedback else 0.0)
+    message, of_sums = (
+        sum(one.message_bytes(shape) for shape in sizes) / (ENTRY_BYTES * total)
+        for one in (codec, codec.of_sums)
+    )
+    kept = _KEPT_COPIES * coded / total if codec.has_feedback else 0.0
+    return SumCost(codec, message, kept, sum_share=of_sums)
 
 
 def parse_sum_codec(text: str) -> SumCodec:

@@ -100,7 +100,7 @@ def sum_coding_s(
     if rate is None and codec.kind is SumKind.BITS:
         rate = _rate(CodecChoice("int", codec.bits), {})
     rate = rate or _MEASURED_IN_SUMS[codec.kind]
-    num_decoded = min(num_replicas, 2) if codec.kind is SumKind.BITS else num_replicas
+    num_decoded = 2 if codec.is_cut(num_replicas) else num_replicas
     return gradient_bytes / ENTRY_BYTES * (rate.encode_s + num_decoded * rate.decode_s)
 
 

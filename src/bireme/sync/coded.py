@@ -3,7 +3,7 @@
 Low rank is linear, so its factors are summed as gradients are. Of the other codecs members send messages:
 
     each owner gets its part      every piece goes to its owner, which adds up
-    few bits, three or more       the same; then each owner sends the sums of its pieces to all, in few bits
+    few bits, if it pays          the same; then each owner sends the sums of its pieces to all, in few bits
     the rest                      all messages go to all, and each member decodes all of them, its own too
 
 Pieces are added in the members' order. A residual stays with the sender. That of a sum stays with the owner,
@@ -96,8 +96,8 @@ class GradientSummation:
             name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
         }
         kind, in_parts = self.codec.kind, self._in_parts
-        # Over two members, sums in pieces would take as many bytes as all messages, and lose more.
-        to_all = not in_parts and (kind is SumKind.THRESHOLD or group.size == 2)
+        is_cut = not in_parts and self.codec.is_cut(group.size)
+        to_all = not in_parts and not is_cut
         by_messages = in_parts or kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2)
         whole = {} if by_messages else {name: view for name, view in views.items() if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
@@ -133,9 +133,11 @@ class GradientSummation:
         left = [name for name in names if name not in done and (goes_along or name in gradients.held)]
         word = f"{batch} {group.rank if sender is None else sender}"
         coder = None if matrices or not coded else coder_of(self.codec)
+        of_sums = coder_of(self.codec.of_sums, has_feedback=self.codec.has_feedback) if is_cut else None
         most_bytes = min(slice_bytes, PART_SLICE_BYTES) if in_parts else slice_bytes
         if goes_along:
             views[_FLAGS], left = numbers, [_FLAGS, *left]
+        pieces: Sequence[Iterable[Piece]]
         if to_all:
             pieces = [[_piece_of(name, views[name], kept.get(name), word) for name in left]]
         else:
@@ -152,8 +154,7 @@ class GradientSummation:
             )
         else:
             sent.note(group.size, raw=sum(views[name].nbytes for name in names))
-        give_sums = not in_parts and not to_all
-        Messages(group, coder, factors, sent, to_all=to_all, give_sums=give_sums).sum(pieces, most_bytes)
+        Messages(group, coder, factors, sent, to_all=to_all, of_sums=of_sums).sum(pieces, most_bytes)
         if goes_along:
             note_held(gradients, names, numbers)
             if self.feedback is not None:
@@ -368,11 +369,12 @@ def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
 Coder = Threshold | BlockCodec
 
 
-def coder_of(codec: SumCodec) -> Coder:
+def coder_of(codec: SumCodec, *, has_feedback: bool | None = None) -> Coder:
     """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
-    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not codec.has_feedback)
+    keeps = codec.has_feedback if has_feedback is None else has_feedback
+    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not keeps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +411,8 @@ class Messages:
     """Encodes pieces, sends each to its owner, and adds up those that come, each member's times its factor.
     Without a coder all are sent as they are. An owner adds its own part as it is.
 
-    If messages go `to_all`, each member owns all pieces, and decodes its own messages too. If owners
-    `give_sums`, each sends the sums of its pieces to all, in messages of few bits: all members have what they
+    If messages go `to_all`, each member owns all pieces, and decodes its own messages too. If there is a
+    coder `of_sums`, each owner sends the sums of its pieces to all through it: all members have what they
     decode, the owner too. What it has not sent of a sum counts as a rest of its own part.
     """
 
@@ -422,10 +424,10 @@ class Messages:
         sent: SentBytes,
         *,
         to_all: bool = False,
-        give_sums: bool = False,
+        of_sums: Coder | None = None,
     ) -> None:
         self._group, self._coder, self._factors, self._sent = group, coder, factors, sent
-        self._to_all, self._give_sums = to_all, give_sums
+        self._to_all, self._of_sums = to_all, of_sums
         self._parts: deque[_UnderWay] = deque()
         self._sums: deque[_UnderWay] = deque()
         # To get new memory, page by page, takes longer than to decode into it.
@@ -444,16 +446,20 @@ class Messages:
             self._take_sums(self._sums.popleft())
 
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
-        every = [one for own in pieces for one in own]
-        most = sum(_aligned(self._most_bytes(one)) for one in every)
-        message = torch.empty(most, dtype=torch.uint8, device=every[0].target.device)
-        lengths = [[self._most_bytes(one) for one in own] for own in pieces]
+        lengths = [[_most_bytes(self._coder, one) for one in own] for own in pieces]
+        device = next(one.target.device for own in pieces for one in own)
+        most_bytes = sum(_aligned(one) for of_own in lengths for one in of_own)
+        message = torch.empty(most_bytes, dtype=torch.uint8, device=device)
         end, ends = 0, [0]
         for own, of_own in zip(pieces, lengths, strict=True):
             for place, one in enumerate(own):
-                if self._to_all or not one.is_own:
-                    of_own[place] = self._encode(one, message[end:])
-                    end += _aligned(of_own[place])
+                if one.is_own and not self._to_all:
+                    continue
+                length = of_own[place] = _encode(self._coder, one, message[end:])
+                if one.residual is not None and not one.is_own:
+                    part = self._room_like(one.target, 1)
+                    one.residual.sub_(_decode(self._coder, one, message[end : end + length], part))
+                end += _aligned(length)
             ends.append(end)
         given = [message[begin:end] for begin, end in pairwise(ends)]
         if self._to_all:
@@ -501,7 +507,7 @@ class Messages:
                 ends[member] += _aligned(length)
                 part = self._room_like(one.target, 1) if member else total
                 if member != rank or self._to_all:
-                    self._decode(one, message[begin : begin + length], part)
+                    _decode(self._coder, one, message[begin : begin + length], part)
                 else:
                     part.copy_(one.wanted)
                 if member == rank and one.residual is not None:
@@ -512,15 +518,15 @@ class Messages:
                     total.add_(part)
             if not is_free:
                 one.target.copy_(total)
-        if self._give_sums:
+        if self._of_sums is not None:
             if len(self._sums) > NUM_IN_FLIGHT:
                 self._take_sums(self._sums.popleft())
-            self._sums.append(self._begin_sums(some.pieces))
+            self._sums.append(self._begin_sums(some.pieces, self._of_sums))
 
-    def _begin_sums(self, pieces: Sequence[Sequence[Piece]]) -> _UnderWay:
+    def _begin_sums(self, pieces: Sequence[Sequence[Piece]], coder: Coder) -> _UnderWay:
         """Encode the sums of this member's pieces, and have them as others decode them."""
         own, factor = pieces[self._group.rank], self._factors[self._group.rank]
-        lengths = [[self._most_bytes(one) for one in some] for some in pieces]
+        lengths = [[_most_bytes(coder, one) for one in some] for some in pieces]
         sizes = [*map(_aligned, lengths[self._group.rank])]
         device = next(one.target.device for some in pieces for one in some)
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -528,7 +534,7 @@ class Messages:
             if one.residual is not None:
                 one.residual.copy_(one.target)
             whole = replace(one, wanted=one.target, chance=f"{one.chance} sum")
-            self._decode(one, out[: self._encode(whole, out)], one.target)
+            _decode(coder, one, out[: _encode(coder, whole, out)], one.target)
             if one.residual is not None:
                 one.residual.sub_(one.target).div_(factor)
         return self._exchanged(pieces, lengths, [message] * self._group.size)
@@ -539,32 +545,8 @@ class Messages:
             end = 0
             for one, length in zip(own, lengths, strict=True):
                 if not one.is_own:
-                    self._decode(one, message[end : end + length], one.target)
+                    _decode(self._of_sums, one, message[end : end + length], one.target)
                 end += _aligned(length)
-
-    def _most_bytes(self, one: Piece) -> int:
-        if one.kept is None or self._coder is None:
-            return one.target.nbytes
-        return self._coder.most_bytes(tuple(one.target.shape), one.target.dtype)
-
-    def _encode(self, one: Piece, out: Tensor) -> int:
-        """Write the message of a piece; gives its length. What others get of it, no residual has any more."""
-        if one.kept is None or self._coder is None:
-            out[: one.target.nbytes].copy_(one.wanted.view(torch.uint8))
-            return one.target.nbytes
-        if isinstance(self._coder, Threshold):
-            memory = one.kept.setdefault(one.threshold, new_memory())
-            length = self._coder.encode(one.wanted, out, memory)
-        else:
-            length = self._coder.encode(one.wanted, out, seed=crc32(one.chance.encode()))
-        if one.residual is not None and not one.is_own:
-            one.residual.sub_(self._decode(one, out[:length], self._room_like(one.target, 1)))
-        return length
-
-    def _decode(self, one: Piece, message: Tensor, into: Tensor) -> Tensor:
-        if one.kept is None or self._coder is None:
-            return into.copy_(message.view(into.dtype))
-        return self._coder.decode(message, tuple(into.shape), into.dtype, out=into)
 
     def _room_like(self, tensor: Tensor, which: int) -> Tensor:
         """One of the two rooms for a tensor of that shape; what was there before is lost."""
@@ -573,6 +555,28 @@ class Messages:
         if not is_alike or len(room) < tensor.numel():
             room = self._rooms[which] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         return room[: tensor.numel()].view(tensor.shape)
+
+
+def _most_bytes(coder: Coder | None, one: Piece) -> int:
+    if one.kept is None or coder is None:
+        return one.target.nbytes
+    return coder.most_bytes(tuple(one.target.shape), one.target.dtype)
+
+
+def _encode(coder: Coder | None, one: Piece, out: Tensor) -> int:
+    """Write the message of a piece; gives its length."""
+    if one.kept is None or coder is None:
+        out[: one.target.nbytes].copy_(one.wanted.view(torch.uint8))
+        return one.target.nbytes
+    if isinstance(coder, Threshold):
+        return coder.encode(one.wanted, out, one.kept.setdefault(one.threshold, new_memory()))
+    return coder.encode(one.wanted, out, seed=crc32(one.chance.encode()))
+
+
+def _decode(coder: Coder | None, one: Piece, message: Tensor, into: Tensor) -> Tensor:
+    if one.kept is None or coder is None:
+        return into.copy_(message[: into.nbytes].view(into.dtype))
+    return coder.decode(message, tuple(into.shape), into.dtype, out=into)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import TypeVar
 
 from bireme.cluster.cluster import Lane, Link, Overlap
-from bireme.codec.sum_description import SumKind
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
@@ -187,11 +186,11 @@ class ReplicaNetworks:
     @cached_property
     def _ring_latencies_s(self) -> list[list[float]]:
         cluster, sums = self._problem.cluster, self._problem.request.sums_within
-        is_direct = sums.codec.kind is SumKind.BITS
-        return [
-            [ring_latency_s(cluster, row[site], is_direct=is_direct) for row in self._grid]
-            for site in self._sites
-        ]
+
+        def late_s(devices: Sequence[int]) -> float:
+            return ring_latency_s(cluster, devices, is_direct=sums.codec.is_cut(len(devices)))
+
+        return [[late_s(row[site]) for row in self._grid] for site in self._sites]
 
     def _way(self, replica: int, ends: _Ends) -> tuple[Lane, ...]:
         return self._problem.path(self._grid[ends[0]][replica], self._grid[ends[1]][replica])
