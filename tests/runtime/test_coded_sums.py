@@ -64,6 +64,13 @@ def test_replicas_sum_through_a_codec_what_one_process_does(schedule: str, codec
     assert_equal(found, oracle(model, setting, data), tolerance=tolerance_of(codec))
 
 
+@pytest.mark.parametrize("codec", ["int4", "int2"])
+def test_four_replicas_sum_in_parts_what_one_process_does(codec: str) -> None:
+    data = real_batches(16, 4, WIDTH)
+    setting = Setting(Plan((), 4, "1f1b", width=4), optimizer="sgd", sum_codec=codec)
+    assert_equal(train_on_threads(layers(), setting, data), oracle(layers(), setting, data), tolerance=0.0)
+
+
 @pytest.mark.parametrize("codec", ["threshold:0.05:3", "lowrank:2:1"])
 def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(codec: str) -> None:
     data = real_batches(16, 6, WIDTH)
@@ -76,12 +83,12 @@ def test_a_skipped_batch_leaves_residuals_thresholds_and_bases_as_they_were(code
 
 
 @pytest.mark.parametrize(
-    ("schedule", "codec"),
-    [("2bw", "threshold:0.05:3"), ("2bw-fresh", "lowrank:2:1"), ("1f1b", "int2")],
+    ("schedule", "codec", "width"),
+    [("2bw", "threshold:0.05:3", 2), ("2bw-fresh", "lowrank:2:1", 2), ("1f1b", "int2", 3)],
 )
-def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec: str) -> None:
-    model, data = tiny_text(), token_batches(16, 8)
-    setting = Setting(plan_for(schedule, 2, width=2), sum_codec=codec)
+def test_going_on_amid_a_life_span_is_never_having_stopped(schedule: str, codec: str, width: int) -> None:
+    model, data = tiny_text(), token_batches(8 * width, 8)
+    setting = Setting(plan_for(schedule, 2, width=width), sum_codec=codec)
     whole = train(model, setting, data)
     rest = train(model, setting, data[TAKEN_BEHIND:], together(whole))
     assert rest[0].losses == whole[0].losses[TAKEN_BEHIND:]
