@@ -63,6 +63,19 @@ def orthonormal(columns: Tensor) -> Tensor:
     return found[..., :num_rows, :]
 
 
+def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
+    alike: dict[tuple[int, torch.dtype], list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault((len(matrix), matrix.dtype), []).append(place)
+    found = list(matrices)
+    for places in alike.values():
+        made = orthonormal(torch.stack([matrices[place] for place in places]))
+        for place, matrix in zip(places, made, strict=True):
+            found[place] = matrix
+    return found
+
+
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """The matrix left · rightT, with the same bits on every machine."""
     whole = left.new_empty(len(left), len(right)) if out is None else out

@@ -23,7 +23,7 @@ from torch import Tensor
 from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
 from bireme.codec.description import BLOCK
-from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal, product
+from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal_all, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
 from bireme.sync.exchange import (
     BatchGradients,
@@ -350,19 +350,6 @@ def sum_all(
             tensor.copy_(piece.view(tensor.shape))
 
 
-def orthonormal_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each with orthonormal columns; those with as many rows together, which costs as much as one."""
-    alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    for place, matrix in enumerate(matrices):
-        alike.setdefault((len(matrix), matrix.dtype), []).append(place)
-    found = list(matrices)
-    for places in alike.values():
-        made = orthonormal(torch.stack([matrices[place] for place in places]))
-        for place, matrix in zip(places, made, strict=True):
-            found[place] = matrix
-    return found
-
-
 # Messages of gradients through a codec: encoded, sent to all members or to owners of pieces, added up.
 
 
@@ -402,7 +389,7 @@ class _UnderWay:
 
     pieces: Sequence[Sequence[Piece]]
     lengths: Sequence[Sequence[int]]
-    messages: Sequence[Tensor]
+    messages: list[Tensor]
     given: Tensor
     pending: Pending
 
@@ -461,25 +448,36 @@ class Messages:
                     one.residual.sub_(_decode(self._coder, one, message[end : end + length], part))
                 end += _aligned(length)
             ends.append(end)
-        given = [message[begin:end] for begin, end in pairwise(ends)]
         if self._to_all:
-            lengths, given = lengths * self._group.size, given * self._group.size
-        return self._exchanged(pieces, self._lengths_of_all(lengths, message.device), given)
+            lengths = lengths * self._group.size
+            return self._sent_to_all(pieces, self._lengths_of_all(lengths, device), message[:end])
+        given = [end - begin for begin, end in pairwise(ends)]
+        return self._exchanged(pieces, self._lengths_of_all(lengths, device), message[:end], given)
+
+    def _sent_to_all(
+        self, pieces: Sequence[Sequence[Piece]], lengths: Sequence[Sequence[int]], message: Tensor
+    ) -> _UnderWay:
+        """Send all others a message, which comes here too."""
+        given = [len(message)] * self._group.size
+        given[self._group.rank] = 0
+        some = self._exchanged(pieces, lengths, message.repeat(self._group.size - 1), given)
+        some.messages[self._group.rank] = message
+        return some
 
     def _exchanged(
-        self, pieces: Sequence[Sequence[Piece]], lengths: Sequence[Sequence[int]], given: list[Tensor]
+        self,
+        pieces: Sequence[Sequence[Piece]],
+        lengths: Sequence[Sequence[int]],
+        given: Tensor,
+        given_sizes: Sequence[int],
     ) -> _UnderWay:
-        """Send each member what is given to it. What comes has these lengths, by member."""
-        rank = self._group.rank
+        """Send each of the others its part of `given`. What comes has these lengths, by member."""
         sizes = [sum(map(_aligned, of_member)) for of_member in lengths]
-        own, given[rank], sizes[rank] = given[rank], given[rank][:0], 0
-        together = torch.cat(given)
-        taken = together.new_empty(sum(sizes))
-        self._sent.sent += together.nbytes
-        pending = self._group.exchange(together, [*map(len, given)], taken, sizes)
-        messages = [*torch.split(taken, sizes)]
-        messages[rank] = own
-        return _UnderWay(pieces, lengths, messages, together, pending)
+        sizes[self._group.rank] = 0
+        taken = given.new_empty(sum(sizes))
+        self._sent.sent += given.nbytes
+        pending = self._group.exchange(given, given_sizes, taken, sizes)
+        return _UnderWay(pieces, lengths, [*torch.split(taken, sizes)], given, pending)
 
     def _lengths_of_all(self, lengths: Sequence[list[int]], device: torch.device) -> Sequence[Sequence[int]]:
         """How long the messages of this member's pieces are, of every member."""
@@ -537,7 +535,7 @@ class Messages:
             _decode(coder, one, out[: _encode(coder, whole, out)], one.target)
             if one.residual is not None:
                 one.residual.sub_(one.target).div_(factor)
-        return self._exchanged(pieces, lengths, [message] * self._group.size)
+        return self._sent_to_all(pieces, lengths, message)
 
     def _take_sums(self, some: _UnderWay) -> None:
         some.pending.wait()
