@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bireme.codec.sum_description import parse_sum_codec
 from bireme.memory.arena import Arena, Slots
+from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients, SentBytes, squared_norm, sum_parts
 from bireme.sync.group import CollectiveError, DistGroup, Group, Pending, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reduced, Reduction
@@ -136,6 +138,18 @@ def test_replicas_and_tied_copies_are_summed_exactly_while_batches_overlap() -> 
     _check_training(_on_threads(4, _train))
 
 
+def _in_parts(group: Group) -> list[Tensor]:
+    """Sums in few bits, in several slices."""
+    sums, found = GradientSummation(parse_sum_codec("int2")), []
+    for batch in range(2):
+        draw = torch.Generator().manual_seed(group.rank)
+        own = {"w": torch.randn(70, 90, generator=draw), "b": torch.randn(90, generator=draw)}
+        sums.sum(group, [*own], BatchGradients(own, set(own)), 4096, SentBytes(), batch=batch)
+        sums.settle(counts=True)
+        found += own.values()
+    return found
+
+
 def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
     def make(ranks: Sequence[int]) -> Group | None:
         group = dist.new_group(list(ranks))
@@ -148,6 +162,7 @@ def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
     gathered = [torch.empty_like(message) for _ in ALL]
     everyone.gather(message, gathered).wait()
     outcome = {"training": _train(rank, make), "copied": tensor, "gathered": gathered}
+    outcome["coded"] = _in_parts(everyone)
     doomed = _group(make, ALL)
     if rank == 3:
         torch.save(outcome, folder / "last words")
@@ -168,7 +183,10 @@ def test_processes_sum_as_threads_do_and_learn_when_one_is_killed(tmp_path: Path
     *survivors, _ = run_processes(4, _over_gloo, tmp_path, tmp_path, dying=(3,))
     killed = torch.load(tmp_path / "last words", weights_only=False)
     _check_training([outcome["training"] for outcome in (*survivors, killed)])
+    fabric = ThreadFabric(4)
+    coded = run_threads(4, lambda rank: _in_parts(fabric.of(rank).everyone()))[0]
     for rank, outcome in enumerate(survivors):
+        assert all(map(torch.equal, outcome["coded"], coded))
         assert outcome["copied"].tolist() == [2.0] * 3
         assert [one.tolist() for one in outcome["gathered"]] == [[member] * 5 for member in ALL]
         assert outcome["size"] == (rank, 4)
