@@ -119,7 +119,7 @@ class WeightBanks:
             factory,
             {name: (self._dtypes[name], name in summed_apart) for name in given},
             memory.allocator(Item.OPTIMIZER),
-            None if sharers is None else sharers.membership,
+            sharers,
         )
         self._trials = Trials(self._stepper)
         parts = self._stepper.parts or (None,) * len(self._stepper.parameter_groups)

@@ -40,11 +40,14 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
-        self._anchor = _Anchor(device) if is_accelerator(device) else None
-        self._starts: MutableSequence[Any] = array("d") if self._anchor is None else []
-        self._ends: MutableSequence[Any] = array("d") if self._anchor is None else []
-        self.now: Callable[[], Moment] = perf_counter if self._anchor is None else partial(mark, device)
+        self._device, self._is_marked = device, is_accelerator(device)
+        self._starts: MutableSequence[Any] = [] if self._is_marked else array("d")
+        self._ends: MutableSequence[Any] = [] if self._is_marked else array("d")
+        self.now: Callable[[], Moment] = partial(mark, device) if self._is_marked else perf_counter
         """This moment of the device."""
+        if self._is_marked:  # a moment that is known on both clocks, the host's and the device's
+            synchronize(device)
+            self._mark, self._mark_s = mark(device), perf_counter()
 
     def note(self, start: Moment, end: Moment) -> None:
         """The next instruction ran from then to then."""
@@ -53,35 +56,15 @@ class Recorder:
 
     def recording(self) -> Recording:
         """All that was noted, in seconds of the host's clock; waits until the device has done it."""
-        if self._anchor is not None:
-            self._anchor.settle()
+        if self._is_marked:
+            synchronize(self._device)
         return self._seconds(self._starts), self._seconds(self._ends)
 
     def _seconds(self, moments: Iterable[Any]) -> "array[float]":
-        if self._anchor is not None:
-            moments = map(self._anchor.second, moments)
+        """Torch gives milliseconds between two marks as a float32: to the microsecond over some seconds."""
+        if self._is_marked:
+            moments = (self._mark_s + self._mark.elapsed_time(moment) / 1e3 for moment in moments)
         return array("d", moments)
-
-
-class _Anchor:
-    """A moment known on both clocks, the host's and the device's.
-
-    Torch gives milliseconds between two marks as a float32, which is to the microsecond over some seconds.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        synchronize(device)
-        self._mark = mark(device)
-        self._mark_s = perf_counter()
-
-    def settle(self) -> None:
-        """Wait until the marks made so far are reached."""
-        synchronize(self._device)
-
-    def second(self, moment: torch.Event) -> float:
-        """A mark on the host's clock."""
-        return self._mark_s + self._mark.elapsed_time(moment) / 1e3
 
 
 def timeline_of(program: Program, recordings: list[Recording]) -> Timeline:

@@ -7,6 +7,7 @@ the backward is for, and autograd adds in place. Sums have at least 32 bits, wha
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from types import TracebackType
 from typing import Any
 from zlib import crc32
@@ -404,28 +405,18 @@ class GradientPool:
         if self._free[source]:
             return self._free[source].pop()
         self._num_sets += 1
-        memory = source()
-        if self._sharers is not None:
-            return self._opened_in_parts(self._sharers, memory, source)
-        arenas = [
-            Arena(parameter_group.slots, parameter_group.dtype, self._device, memory)
-            for parameter_group in self._parameter_groups
-        ]
-        return GradientSums(arenas, self._names, memory, source)
-
-    def _opened_in_parts(
-        self, sharers: Sharers, memory: ArenaAllocator, source: Callable[[], ArenaAllocator]
-    ) -> GradientSums:
-        arenas, lent, parts = [], [], []
-        for parameter_group, part in zip(self._parameter_groups, self.parts, strict=True):
-            if self._summed_apart.isdisjoint(parameter_group.slots):
-                lent.append(LentArena(parameter_group.slots, parameter_group.dtype, self._device))
-                parts.append(part)
-            else:
-                arenas.append(Arena(parameter_group.slots, parameter_group.dtype, self._device))
-        own = GradientParts(lent, parts, self._device, memory, sharers)
-        self._set_bytes = sum(arena.num_bytes for arena in arenas) + own.num_bytes
-        return GradientSums([*arenas, *lent], self._names, memory, source, own)
+        memory, sharers, device = source(), self._sharers, self._device
+        groups = [(group.slots, group.dtype) for group in self._parameter_groups]
+        if sharers is None:
+            arenas = [Arena(slots, dtype, device, memory) for slots, dtype in groups]
+            return GradientSums(arenas, self._names, memory, source)
+        is_apart = [not self._summed_apart.isdisjoint(slots) for slots, _ in groups]
+        whole = [Arena(slots, dtype, device) for slots, dtype in compress(groups, is_apart)]
+        in_parts = [not one for one in is_apart]
+        lent = [LentArena(slots, dtype, device) for slots, dtype in compress(groups, in_parts)]
+        own = GradientParts(lent, [*compress(self.parts, in_parts)], device, memory, sharers)
+        self._set_bytes = sum(arena.num_bytes for arena in whole) + own.num_bytes
+        return GradientSums([*whole, *lent], self._names, memory, source, own)
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:

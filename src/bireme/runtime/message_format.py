@@ -36,6 +36,7 @@ from bireme.model.graph import Graph, evaluate, learned_values
 from bireme.model.units import Unit
 from bireme.plan.program_plan import ProgramPlan
 from bireme.schedule.instruction import Message
+from bireme.sync.group import Pending
 from bireme.wire.connection import HEADER_BYTES, FrameKind, frame_header_maker, read_frame_header
 
 # The header of a message between stages: it alone identifies the message, whatever carries it.
@@ -339,7 +340,10 @@ class WireFormat:
 class OutgoingMessage:
     """The memory of a message to be sent, with its tensors as views, made once and packed many times."""
 
-    __slots__ = ("_header", "_key", "_views", "message", "num_bytes", "wire_format")
+    __slots__ = ("_header", "_key", "_views", "message", "num_bytes", "pending", "wire_format")
+
+    pending: Pending
+    """The message on its way, from the moment when it is sent."""
 
     def __init__(self, wire_format: WireFormat, message: Tensor) -> None:
         self.wire_format = wire_format
@@ -391,7 +395,10 @@ class OutgoingMessage:
 class Arrival:
     """The memory of a message to come. On the host it begins with the header expected."""
 
-    __slots__ = ("_expected", "_header", "_is_staged", "_key", "_wire_format", "message")
+    __slots__ = ("_expected", "_header", "_is_staged", "_key", "_wire_format", "message", "pending")
+
+    pending: Pending
+    """The message on its way, from the moment when it is expected."""
 
     def __init__(
         self, wire_format: WireFormat, key: Message, message: Tensor, *, is_staged: bool = False

@@ -23,7 +23,7 @@ from bireme.runtime.parameter_groups import (
     parameter_groups_of,
     part_of,
 )
-from bireme.runtime.stepper import Home, Stepper, StepShare
+from bireme.runtime.stepper import Home, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
 from bireme.sync.coded import GradientSummation
@@ -85,11 +85,6 @@ class Sharers:
         """End the thread, once what was posted is done or has failed."""
         if self._worker is not None:
             self._worker.close()
-
-    @property
-    def membership(self) -> StepShare:
-        """Which of the members this replica is."""
-        return StepShare(self.member, self.num_members)
 
     def gather(self, flats: Iterable[tuple[Tensor, Parts]], *, trains: bool = True) -> list[Pending]:
         """Begin to fill flat tensors with all members' parts; a member's own must be there.

@@ -71,26 +71,6 @@ class Transport(Protocol):
         """Give up: every thread that waits here, and every rank that waits for this one, fails at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Awaited:
-    """A receive that was posted, and the memory that it is for."""
-
-    arrival: Arrival
-    pending: Pending
-
-    @property
-    def num_bytes(self) -> int:
-        return self.arrival.message.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A message on its way."""
-
-    parcel: OutgoingMessage
-    pending: Pending
-
-
 @dataclass(slots=True)
 class BoundaryTraffic:
     """The bytes of all messages that went over a boundary in one direction: as sent, and without a codec."""
@@ -121,8 +101,8 @@ class StageMessages:
         self._is_staged = self._memory.type != device.type
         self._made: dict[Message, _Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
-        self._awaited: dict[Message, _Awaited] = {}
-        self._sent: dict[tuple[bool, int], deque[_Sent]] = {}
+        self._awaited: dict[Message, Arrival] = {}
+        self._sent: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
         self._ready: dict[Message, OutgoingMessage] = {}
         """Room for messages that are about to be made."""
         self._free: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
@@ -146,9 +126,9 @@ class StageMessages:
         key = step.carries()
         arrival = self._format(key).arrival(key, self._memory, is_pinned=self._is_staged)
         source = self._routes.rank_of(key.from_stage, key.microbatch)
-        pending = self._transport.receive(key, source, arrival.message)
-        self._awaited[key] = awaited = _Awaited(arrival, pending)
-        self.receive_bytes += awaited.num_bytes
+        arrival.pending = self._transport.receive(key, source, arrival.message)
+        self._awaited[key] = arrival
+        self.receive_bytes += arrival.message.numel()
         self.most_receive_bytes = max(self.most_receive_bytes, self.receive_bytes)
 
     def send(self, step: Instruction) -> None:
@@ -162,15 +142,15 @@ class StageMessages:
         if len(channel) >= MOST_SENDS:
             oldest = channel.popleft()
             oldest.pending.wait()
-            self._free_over(boundary).append(oldest.parcel)
+            self._free_over(boundary).append(oldest)
         parcel = self._ready.pop(key, None) or self._parcel(key)
         parcel.pack(tensors, self._coding)
         if self._coding.keeps_masks:
             self._count(key, parcel)
         num_bytes = parcel.num_bytes if parcel.wire_format.is_bounded else None
         target = self._routes.rank_of(key.to_stage, key.microbatch)
-        pending = self._transport.send(key, target, parcel.message, num_bytes)
-        channel.append(_Sent(parcel, pending))
+        parcel.pending = self._transport.send(key, target, parcel.message, num_bytes)
+        channel.append(parcel)
 
     def take(self, step: Instruction) -> _Tensors:
         """What an instruction needs from a neighboring stage; waits until it is there."""
@@ -180,15 +160,15 @@ class StageMessages:
         here = self._here(key)
         if here is not None:
             return here
-        awaited = self._awaited.pop(key)
+        arrival = self._awaited.pop(key)
         made = step.makes(self._routes.num_stages)
         # Halves may be sent as a whole.
         if made is not None and made.half is None and not self._stays(made):
             # What a send takes besides the tensors costs nothing now, and would hold up others later.
             self._ready[made] = self._parcel(made)
-        awaited.pending.wait()
-        self.receive_bytes -= awaited.num_bytes
-        return awaited.arrival.unpack(self._device, self._coding)
+        arrival.pending.wait()
+        self.receive_bytes -= arrival.message.numel()
+        return arrival.unpack(self._device, self._coding)
 
     def put(self, step: Instruction, tensors: _Tensors) -> None:
         """What an instruction made for a neighboring stage."""
@@ -204,7 +184,7 @@ class StageMessages:
     @property
     def send_bytes(self) -> int:
         """Of the messages on their way and of the room that is kept for more."""
-        under_way = (one.parcel for channel in self._sent.values() for one in channel)
+        under_way = (parcel for channel in self._sent.values() for parcel in channel)
         free = (parcel for parcels in self._free.values() for parcel in parcels)
         return sum(parcel.message.nbytes for parcel in (*under_way, *free, *self._ready.values()))
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn, optim
@@ -197,8 +197,7 @@ class Home:
         return type(self.optimizer) in _BY_PARAMETER
 
 
-@dataclass(frozen=True, slots=True)
-class StepShare:
+class StepShare(Protocol):
     """Which of several members this replica is, of those that step a part of each parameter group."""
 
     member: int

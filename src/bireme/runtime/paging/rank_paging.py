@@ -43,23 +43,18 @@ class TierMoves:
     window_s: float = 0.0
 
 
+_SUMMED = ("predicted_bytes_moved", "bytes_moved", "copied_bytes", "copied_s", "waited_s", "window_s")
+
+
 def together(one: Sequence[TierMoves], other: Sequence[TierMoves]) -> tuple[TierMoves, ...]:
     """The tiers of two pipelines of a rank, one after the other."""
     if not (one and other):
         return tuple(one or other)
-    return tuple(
-        replace(
-            a,
-            peak_bytes=max(a.peak_bytes, b.peak_bytes),
-            predicted_bytes_moved=a.predicted_bytes_moved + b.predicted_bytes_moved,
-            bytes_moved=a.bytes_moved + b.bytes_moved,
-            copied_bytes=a.copied_bytes + b.copied_bytes,
-            copied_s=a.copied_s + b.copied_s,
-            waited_s=a.waited_s + b.waited_s,
-            window_s=a.window_s + b.window_s,
-        )
-        for a, b in zip(one, other, strict=True)
-    )
+    found = []
+    for a, b in zip(one, other, strict=True):
+        sums = {name: getattr(a, name) + getattr(b, name) for name in _SUMMED}
+        found.append(replace(a, peak_bytes=max(a.peak_bytes, b.peak_bytes), **sums))
+    return tuple(found)
 
 
 class RankPaging:
