@@ -139,7 +139,7 @@ def test_none_sends_the_same_bytes_as_ever_and_others_send_fewer() -> None:
             try:
                 trained = train_rank(pipeline, setting, data)
                 sent.setdefault(name, []).extend(
-                    (one.raw_bytes, one.sent_bytes) for one in pipeline.stage_messages.traffic.values()
+                    (one.raw_bytes, one.sent_bytes) for one in pipeline.traffic.values()
                 )
                 return trained
             finally:

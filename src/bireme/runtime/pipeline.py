@@ -68,7 +68,7 @@ from bireme.runtime.snapshot import (
     threshold_sections,
 )
 from bireme.runtime.stage import Batches, Stage
-from bireme.runtime.stage_messages import StageMessages, Transport
+from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
 from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
@@ -562,6 +562,11 @@ class Pipeline:
         empty where the rank pages nothing.
         """
         return () if self._paging is None else self._paging.tiers()
+
+    @property
+    def traffic(self) -> Mapping[tuple[bool, int], BoundaryTraffic]:
+        """What this rank has sent of training so far, by direction (forward or not) and boundary."""
+        return self.stage_messages.traffic
 
     def close(self) -> None:
         """End what runs in the background, and give back sockets and groups."""

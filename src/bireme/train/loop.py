@@ -383,7 +383,7 @@ class Loop:
     def _sent_by_pipeline(self) -> list[LinkBytes]:
         return [
             LinkBytes(boundary, forward, one.raw_bytes, one.sent_bytes)
-            for (forward, boundary), one in self.pipeline.stage_messages.traffic.items()
+            for (forward, boundary), one in self.pipeline.traffic.items()
         ]
 
     def _outcome(self) -> Outcome:
