@@ -15,7 +15,7 @@ from bireme.memory.system_memory import PAGE_BYTES
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
 from bireme.runtime.paging.rank_paging import arrange
-from bireme.runtime.paging.stage_memory import opened
+from bireme.runtime.paging.stage_memory import paged_memory
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import Routes
@@ -122,7 +122,7 @@ def test_a_chunk_that_windows_forget_again_and_again_takes_one_slot_of_the_disk(
 def test_what_is_written_between_windows_is_not_lost_where_a_tier_below_has_a_copy(tmp_path: Path) -> None:
     store = store_of(Places((1, 1), {}, {}), tmp_path, num_chunks=1)
     fill(store, 0, (0, 1))
-    with opened(store, Item.OPTIMIZER, 0, 0):
+    with paged_memory(store, 0, 1).opened(Item.OPTIMIZER):
         store.ranges.place(chunk(0)).fill_(9)
     (tier,) = store.chunks[chunk(0)].where
     assert content_of(store, 0, tier) == {9}

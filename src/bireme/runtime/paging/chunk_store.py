@@ -341,6 +341,10 @@ class ChunkStore:
         """Memory to read a chunk into, apart from all tiers."""
         return pages(self.tiers.chunk_bytes)
 
+    def chunks_of(self, item: Item, stage: int, number: int) -> list[Chunk]:
+        """The chunks of an item; none if it is not paged."""
+        return [Chunk(item, stage, number, place) for place in range(self.tiers.chunks.get((item, stage), 0))]
+
     def held(self, chunk: Chunk) -> HeldChunk:
         """What there is of a chunk, maybe nothing yet."""
         found = self.chunks.get(chunk)
@@ -457,12 +461,10 @@ class ChunkStore:
 
     def end(self, item: Item, stage: int, number: int) -> None:
         """An item is gone, and its chunks with it."""
-        if self.ranges.has(item, stage):
-            for place in range(self.tiers.chunks[item, stage]):
-                chunk = Chunk(item, stage, number, place)
-                held = self.chunks.pop(chunk)
-                self.drop(chunk, held, tuple(held.where))
-            self.ranges.end(item, stage, number)
+        for chunk in self.chunks_of(item, stage, number):
+            held = self.chunks.pop(chunk)
+            self.drop(chunk, held, tuple(held.where))
+        self.ranges.end(item, stage, number)
 
     def lift(self, chunk: Chunk) -> None:
         """Take a chunk off its only tier; its content is in `scratch`."""

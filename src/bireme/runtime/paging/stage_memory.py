@@ -175,139 +175,6 @@ class PagedStash(Stash):
         return self.own.carve(num_bytes, torch.uint8, self.own.bytes.device)
 
 
-# Between windows.
-
-
-@contextmanager
-def opened(store: ChunkStore, item: Item, stage: int, number: int) -> Iterator[None]:
-    """Within this context all chunks of an item are on the device, be they new; afterwards they are as low as
-    there is room. What is only ever used on the host is lent from there.
-    """
-    num_chunks = store.tiers.chunks.get((item, stage), 0)
-    chunks = [Chunk(item, stage, number, place) for place in range(num_chunks)]
-    tier = 1 if item is Item.OPTIMIZER and stage in store.tiers.host_updates else 0
-    store.opened.update(chunks)
-    for chunk in chunks:
-        if tier not in store.held(chunk).where:
-            _make_room(store, tier)
-        store.carry(chunk, tier)  # and nowhere else: it may be written to
-    lent_places = [store.lend_host(chunk) for chunk in chunks if tier]
-    yield
-    store.opened.difference_update(chunks)
-    for place in lent_places:
-        store.memory.unmap(place)
-    for chunk in chunks if tier == 0 else ():
-        _stow(store, chunk)
-
-
-@contextmanager
-def lent(store: ChunkStore, items: Sequence[tuple[Item, int, int]]) -> Iterator[bool]:
-    """Within this context items, each with its stage and number, can be read on the device, and are on the
-    tiers below too; False if the device has no room for them.
-    """
-    chunks = [
-        Chunk(item, stage, number, place)
-        for item, stage, number in items
-        for place in range(store.tiers.chunks.get((item, stage), 0))
-    ]
-    store.opened.update(chunks)
-    brought: list[Chunk] = []
-    has_room = True
-    for chunk in chunks:
-        if 0 not in store.chunks[chunk].where:
-            _make_room(store, 0)
-            if not store.has_room(0):
-                has_room = False
-                break
-            store.bring(chunk)
-            brought.append(chunk)
-    try:
-        yield has_room
-    finally:
-        store.opened.difference_update(chunks)
-        for chunk in brought:
-            store.drop(chunk, store.chunks[chunk], (0,))
-
-
-def _make_room(store: ChunkStore, tier: int) -> None:
-    """Have room for a chunk more in a tier, if any of those that are not opened can leave it."""
-    if store.has_room(tier):
-        return
-    for chunk, held in store.chunks.items():
-        is_here = min(held.where, default=None) == tier
-        if is_here and chunk not in store.opened and _stow(store, chunk):
-            return
-
-
-def _stow(store: ChunkStore, chunk: Chunk) -> bool:
-    """Take a chunk off its uppermost tier, if a tier below has it or any has room."""
-    held = store.chunks[chunk]
-    upper = min(held.where)
-    if len(held.where) > 1:
-        store.wait(held.last)
-        held.arrival = None
-        store.drop(chunk, held, (upper,))
-        return True
-    tier = next((one for one in range(upper + 1, len(store.pools)) if store.has_room(one)), None)
-    if tier is None:
-        return False
-    store.carry(chunk, tier)
-    return True
-
-
-def read(store: ChunkStore, tensor: Tensor) -> Tensor:
-    """A copy of a tensor that lies in a range, of whatever tiers its chunks are on; others as they are."""
-    if not store.ranges.holds(tensor):
-        return tensor
-    copy = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-    for piece in _pieces(store, tensor):
-        whole = piece.beyond if piece.chunk is None else store.content(piece.chunk)
-        copy[piece.of_tensor].copy_(whole[piece.of_chunk])
-    return copy.view(tensor.dtype).view(tensor.shape)
-
-
-def put_back(store: ChunkStore, tensor: Tensor, changed: Tensor) -> None:
-    """Have a tensor that lies in a range be what was read of it and changed, on every tier that has a copy;
-    others were changed where they are.
-    """
-    if not store.ranges.holds(tensor):
-        return
-    flat = changed.reshape(-1).view(torch.uint8)
-    for piece in _pieces(store, tensor):
-        if piece.chunk is None:
-            piece.beyond[piece.of_chunk].copy_(flat[piece.of_tensor])
-        else:
-            store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
-
-
-@dataclass(frozen=True, slots=True)
-class _ByteRange:
-    """Bytes of a tensor that lie in a chunk, or in what is `beyond` the chunks of its range."""
-
-    chunk: Chunk | None
-    beyond: Tensor
-    of_chunk: slice
-    of_tensor: slice
-
-
-def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
-    """The bytes of a tensor that lies in a range, chunk by chunk."""
-    found = store.ranges.find(tensor)
-    assert found is not None, "it lies in a range"
-    own, (item, stage, number) = found
-    size, paged_bytes = own.chunk_bytes, own.num_chunks * own.chunk_bytes
-    begin = at = tensor.storage_offset() * tensor.itemsize
-    end = begin + tensor.nbytes
-    while at < end:
-        place = at // size if at < paged_bytes else None
-        first = paged_bytes if place is None else place * size
-        until = end if place is None else min(end, first + size)
-        chunk = None if place is None else Chunk(item, stage, number, place)
-        beyond = own.bytes[paged_bytes:]
-        yield _ByteRange(chunk, beyond, slice(at - first, until - first), slice(at - begin, until - begin))
-        at = until
-
-
 def paged_memory(store: ChunkStore, stage: int, num_microbatches: int) -> StageMemory:
     """The memory of a stage of a rank with these chunks."""
     return _PagedStage(store, stage, num_microbatches)
@@ -359,17 +226,129 @@ class _PagedStage(StageMemory):
         """As `StageMemory` says: what passes a stage unchanged lies in its activations."""
         return tensor.clone() if self._store.ranges.holds(tensor) else tensor
 
-    def opened(self, item: Item, number: int = 0) -> AbstractContextManager[None]:
-        return opened(self._store, item, self._stage, number)
+    @contextmanager
+    def opened(self, item: Item, number: int = 0) -> Iterator[None]:
+        """As `StageMemory` says: all chunks of the item are on the device, be they new; afterwards they are
+        as low as there is room. What is only ever used on the host is lent from there.
+        """
+        store, stage = self._store, self._stage
+        chunks = store.chunks_of(item, stage, number)
+        tier = 1 if item is Item.OPTIMIZER and stage in store.tiers.host_updates else 0
+        store.opened.update(chunks)
+        for chunk in chunks:
+            if tier not in store.held(chunk).where:
+                _make_room(store, tier)
+            store.carry(chunk, tier)  # and nowhere else: it may be written to
+        lent_places = [store.lend_host(chunk) for chunk in chunks if tier]
+        yield
+        store.opened.difference_update(chunks)
+        for place in lent_places:
+            store.memory.unmap(place)
+        for chunk in chunks if tier == 0 else ():
+            _stow(store, chunk)
 
-    def lent(self, items: Sequence[tuple[Item, int]]) -> AbstractContextManager[bool]:
-        return lent(self._store, [(item, self._stage, number) for item, number in items])
+    @contextmanager
+    def lent(self, items: Sequence[tuple[Item, int]]) -> Iterator[bool]:
+        """As `StageMemory` says: the items are on the device, and on the tiers below too."""
+        store = self._store
+        chunks = [chunk for item, number in items for chunk in store.chunks_of(item, self._stage, number)]
+        store.opened.update(chunks)
+        brought: list[Chunk] = []
+        has_room = True
+        for chunk in chunks:
+            if 0 not in store.chunks[chunk].where:
+                _make_room(store, 0)
+                if not store.has_room(0):
+                    has_room = False
+                    break
+                store.bring(chunk)
+                brought.append(chunk)
+        try:
+            yield has_room
+        finally:
+            store.opened.difference_update(chunks)
+            for chunk in brought:
+                store.drop(chunk, store.chunks[chunk], (0,))
 
     def read(self, tensor: Tensor) -> Tensor:
-        return read(self._store, tensor)
+        """As `StageMemory` says, from whatever tiers its chunks are on."""
+        store = self._store
+        if not store.ranges.holds(tensor):
+            return tensor
+        copy = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+        for piece in _pieces(store, tensor):
+            whole = piece.beyond if piece.chunk is None else store.content(piece.chunk)
+            copy[piece.of_tensor].copy_(whole[piece.of_chunk])
+        return copy.view(tensor.dtype).view(tensor.shape)
 
     def put_back(self, tensor: Tensor, changed: Tensor) -> None:
-        put_back(self._store, tensor, changed)
+        """As `StageMemory` says, on every tier that has a copy; others were changed where they are."""
+        store = self._store
+        if not store.ranges.holds(tensor):
+            return
+        flat = changed.reshape(-1).view(torch.uint8)
+        for piece in _pieces(store, tensor):
+            if piece.chunk is None:
+                piece.beyond[piece.of_chunk].copy_(flat[piece.of_tensor])
+            else:
+                store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
 
     def end(self, item: Item, number: int) -> None:
         self._store.end(item, self._stage, number)
+
+
+# Between windows.
+
+
+def _make_room(store: ChunkStore, tier: int) -> None:
+    """Have room for a chunk more in a tier, if any of those that are not opened can leave it."""
+    if store.has_room(tier):
+        return
+    for chunk, held in store.chunks.items():
+        is_here = min(held.where, default=None) == tier
+        if is_here and chunk not in store.opened and _stow(store, chunk):
+            return
+
+
+def _stow(store: ChunkStore, chunk: Chunk) -> bool:
+    """Take a chunk off its uppermost tier, if a tier below has it or any has room."""
+    held = store.chunks[chunk]
+    upper = min(held.where)
+    if len(held.where) > 1:
+        store.wait(held.last)
+        held.arrival = None
+        store.drop(chunk, held, (upper,))
+        return True
+    tier = next((one for one in range(upper + 1, len(store.pools)) if store.has_room(one)), None)
+    if tier is None:
+        return False
+    store.carry(chunk, tier)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _ByteRange:
+    """Bytes of a tensor that lie in a chunk, or in what is `beyond` the chunks of its range."""
+
+    chunk: Chunk | None
+    beyond: Tensor
+    of_chunk: slice
+    of_tensor: slice
+
+
+def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
+    """The bytes of a tensor that lies in a range, chunk by chunk."""
+    found = store.ranges.find(tensor)
+    assert found is not None, "it lies in a range"
+    own, (item, stage, number) = found
+    size, paged_bytes = own.chunk_bytes, own.num_chunks * own.chunk_bytes
+    begin = at = tensor.storage_offset() * tensor.itemsize
+    end = begin + tensor.nbytes
+    while at < end:
+        place = at // size if at < paged_bytes else None
+        first = paged_bytes if place is None else place * size
+        until = end if place is None else min(end, first + size)
+        chunk = None if place is None else Chunk(item, stage, number, place)
+        beyond = own.bytes[paged_bytes:]
+        yield _ByteRange(chunk, beyond, slice(at - first, until - first), slice(at - begin, until - begin))
+        at = until
