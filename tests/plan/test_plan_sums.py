@@ -70,7 +70,7 @@ def test_parts_are_as_late_as_two_messages_that_are_asked_for_and_a_ring_as_each
         replace(server, name=f"{name}-{server.name}") for name in "ab" for server in cluster().servers
     )
     late = replace(cluster(), servers=servers, switch=Switch(latency_s=latency_s))
-    found = {}
+    found: dict[str, float] = {}
     for codec in ("int4", "none"):
         devices = tuple(device.name for device in late.devices())
         plan = Plan((), 4, "1f1b", width=4, micro_batch_sizes=(1,) * 4, devices=(devices,))

@@ -140,7 +140,7 @@ def test_replicas_and_tied_copies_are_summed_exactly_while_batches_overlap() -> 
 
 def _in_parts(group: Group) -> list[Tensor]:
     """Sums in few bits, in several slices."""
-    sums, found = GradientSummation(parse_sum_codec("int2")), []
+    sums, found = GradientSummation(parse_sum_codec("int2")), list[Tensor]()
     for batch in range(2):
         draw = torch.Generator().manual_seed(group.rank)
         own = {"w": torch.randn(70, 90, generator=draw), "b": torch.randn(90, generator=draw)}

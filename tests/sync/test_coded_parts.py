@@ -79,7 +79,7 @@ def assert_alike(members: Sequence[Member]) -> None:
             assert all(torch.equal(one[name], also[name]) for name in one)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(REPLICAS, SIZES, st.integers(1, 4), st.sampled_from(("int3", "int2", "int1")), st.booleans())
 @example(3, [0], 1, "int2", True)
 def test_what_arrives_and_what_is_unsent_are_all_that_there_was(
@@ -114,12 +114,12 @@ def test_three_replicas_get_what_plain_loops_with_the_same_codec_get(codec: str)
 def test_rounding_by_chance_shifts_no_mean(codec: str) -> None:
     """The sum of a batch is as far off as its codec rounds; the mean of many is far closer."""
     (of_members,) = gradients_of(4, (1024,), 1)
-    members = summed(codec, [of_members] * 64)
+    members = summed(codec, [of_members] * 36)
     whole = sum((one["w0"] for one in of_members), torch.zeros(()))
     errors = [one["w0"] - whole for one in members[0].sums]
     single, mean = errors[0].norm() / whole.norm(), torch.stack(errors).mean(0).norm() / whole.norm()
     assert 0 < single < (0.02 if codec == "int8" else 0.4)
-    assert mean < single / 5
+    assert mean < single / 4
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "int2", "int1"])

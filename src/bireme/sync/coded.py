@@ -147,11 +147,9 @@ class GradientSummation:
             ]
             most_bytes //= group.size
         if in_parts:
-            owned = {name: gradients.cuts[name][group.rank] for name in gradients.held.intersection(views)}
-            sent.raw += sum(
-                views[name].nbytes - views[name].itemsize * (piece.stop - piece.start)
-                for name, piece in owned.items()
-            )
+            summed = [name for name in views if name in gradients.held]
+            own = (views[name].view(-1)[gradients.cuts[name][group.rank]].nbytes for name in summed)
+            sent.raw += sum(views[name].nbytes for name in summed) - sum(own)
         else:
             sent.note(group.size, raw=sum(views[name].nbytes for name in names))
         Messages(group, coder, factors, sent, to_all=to_all, of_sums=of_sums).sum(pieces, most_bytes)
