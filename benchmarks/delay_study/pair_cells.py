@@ -61,8 +61,8 @@ def pair_sweeps() -> Iterator[Sweep]:
         (("muon", PAIRS[:NUM_FIRST]), 3, False),
         (("adamw", PAIRS), 3, True),
     ):
-        for rule, codec, sums, (*shape, replicas) in pairs:
-            cell = Cell(rule, optimizer, *shape, codec=codec, sums=sums, replicas=replicas)
+        for rule, codec, sums, (d, m, replicas) in pairs:
+            cell = Cell(rule, optimizer, d, m, codec=codec, sums=sums, replicas=replicas)
             yield Sweep(cell, RUNGS.get(rule, FIRST_RUNG[optimizer]), num_seeds, is_searched=is_searched)
 
 
