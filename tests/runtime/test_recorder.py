@@ -93,7 +93,7 @@ def test_a_training_that_is_not_recorded_makes_no_marks(
 ) -> None:
     """And one that is makes them around what the device does, but for what it waits for."""
     pipeline = pipeline_of(tiny_text(), Setting(plan_for("1f1b", 1)), SingleRankFabric())
-    monkeypatch.setattr(pipeline, "_device", FAR)
+    monkeypatch.setattr(pipeline, "device", FAR)
     list(pipeline.train(token_batches(8, 1)))
     assert not queue.asked
     assert queue.num_waits == 0
