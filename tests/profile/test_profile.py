@@ -23,7 +23,7 @@ from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
 from bireme.profile.timing import Effort
-from bireme.runtime import optimizers as engine
+from bireme.runtime import settings as engine
 from tests.support.graphs import captured_once
 from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt, mean_square
 
