@@ -114,12 +114,14 @@ class DistGroup:
         self._held: dist.ProcessGroup | None = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
+        # By what all members know alike: their devices may be of two kinds.
+        self._sums_small_directly = self.size == 2 and dist.get_backend(process_group) == "gloo"
         self._members = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
         self._is_aborted = False
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
-        if self.size == 2 and tensor.is_cpu and tensor.nbytes <= _SMALL_BYTES:
+        if self._sums_small_directly and tensor.nbytes <= _SMALL_BYTES:
             return DirectSums(self).all_reduce(tensor)
         here = staged(tensor)
         return self._begun(
