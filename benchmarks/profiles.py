@@ -31,10 +31,11 @@ from bireme.model.graph import Graph, learned_values
 from bireme.model.sources import load_source
 from bireme.model.stage import stage_function
 from bireme.model.units import units_of
+from bireme.profile.estimate import Seconds
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import Saved, profile
 from bireme.profile.stages import StageCost, stage_cost
-from bireme.profile.timing import Effort, Seconds, Workbench, time_benches
+from bireme.profile.timing import Effort, Workbench, time_benches
 
 MODEL = "gpt:layers=8,width=256,heads=8,vocab=256,context=128"
 BATCH = 4

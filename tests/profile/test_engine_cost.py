@@ -19,8 +19,9 @@ from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.search.works import ReplicaWork
 from bireme.profile.control import STRETCH_S, Control
+from bireme.profile.estimate import Seconds
 from bireme.profile.measuring import BatchEndTimes, Measured
-from bireme.profile.timing import CoreTime, Seconds
+from bireme.profile.timing import CoreTime
 from bireme.runtime.measuring.batch_end import exchange_costs, read_off
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate

@@ -10,8 +10,7 @@ from benchmarks.made_up.models import profile_of
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
-from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS, roofline_s
-from bireme.profile.kinds import device_profiles
+from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS, device_profiles, roofline_s
 from bireme.profile.profile import KindProfile, Profile, Rates, UnitWork, load_profile, save_profile
 
 BASE = Rates("float32", 1e12, 1e11)

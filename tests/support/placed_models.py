@@ -12,7 +12,7 @@ from bireme.cluster.device import Device
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.placement.contraction import Weightless, items_of, loads_of
-from bireme.placement.of_model.from_model import ModelWorkload, workload_of
+from bireme.placement.model import ModelWorkload, workload_of
 from bireme.placement.workload import Granularity, Objective, Placement
 from bireme.profile.profile import Profile
 from tests.support.estimates import estimated_once

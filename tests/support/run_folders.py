@@ -15,7 +15,7 @@ from bireme.cluster.cluster_file import load_cluster, save_cluster
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import PlannedUnit, SavedPlan, write_plan
-from bireme.report.page.recorded import write_recorded
+from bireme.report.timeline_document import write_recorded
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.simulator import simulate

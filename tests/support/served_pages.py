@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bireme.report.page.server import LivePage, PageServer
+from bireme.report.page.page import LivePage, PageServer
 
 __all__ = ["served"]
 

@@ -10,7 +10,8 @@ from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.profile.timing import Effort, Seconds, Workbench
+from bireme.profile.estimate import Seconds
+from bireme.profile.timing import Effort, Workbench
 from tests.support.graphs import captured_once
 
 __all__ = ["CPU", "LAPTOP", "LITTLE", "Bench", "gpt", "line", "mean_square"]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -47,9 +47,6 @@ _HEAD = """\
 """
 
 
-_NAMELESS = "server"
-
-
 def cluster_text(cluster: Cluster) -> str:
     """The file; who reads it gets the same cluster back."""
     plain = _plain_cluster(cluster)
@@ -78,22 +75,15 @@ def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
             _filled(servers=list(one.servers), **_plain_link(one.link)) for one in cluster.routes
         ]
     plain["server"] = []
-    begin = 0
-    while begin < len(cluster.servers):
-        end = begin + 1
-        while end < len(cluster.servers) and _parts(cluster.servers[end]) == _parts(cluster.servers[begin]):
-            end += 1
-        names = [server.name for server in cluster.servers[begin:end]]
-        count, name = _counted(names, begin)
-        head = _filled(name=name, count=count if count > 1 else None)
-        plain["server"].append(head | _plain_parts(cluster.servers[begin]))
-        begin += count
+    for _, equal in groupby(enumerate(cluster.servers), lambda one: replace(one[1], name="server")):
+        servers = list(equal)
+        while servers:
+            begin, first = servers[0]
+            count, name = _counted([server.name for _, server in servers], begin)
+            head = _filled(name=name, count=count if count > 1 else None)
+            plain["server"].append(head | _plain_parts(first))
+            del servers[:count]
     return plain
-
-
-def _parts(server: Server) -> Server:
-    """All of it but the name."""
-    return replace(server, name=_NAMELESS)
 
 
 def _counted(names: Sequence[str], begin: int) -> "tuple[int, str | None]":
@@ -132,25 +122,10 @@ def _plain_parts(server: Server) -> dict[str, Any]:
 
 
 def _plain_device(device: Device, count: int) -> dict[str, Any]:
-    return _filled(
-        kind=device.kind,
-        count=count if count > 1 else None,
-        name=None if device.name == device.kind else device.name,
-        memory_bytes=device.memory_bytes,
-        speed=None if device.speed == 1 else float(device.speed),
-        num_cores=device.num_cores or None,
-        bytes_per_s=device.bytes_per_s or None,
-        float32_flops_per_s=device.float32_flops_per_s or None,
-        bfloat16_flops_per_s=device.bfloat16_flops_per_s or None,
-        watts=float(device.watts) if device.watts else None,
-        host_bytes_per_s=float(device.host_bytes_per_s) or None,
-        copy_s=float(device.copy_s) or None,
-        chunk_s=float(device.chunk_s) or None,
-        update_speed=None if device.update_speed is None else float(device.update_speed),
-        host_speed=None if device.host_speed is None else float(device.host_speed),
-        process_bytes=device.process_bytes,
-        members=device.members if device.members > 1 else None,
-    )
+    usual = {one.name: one.default for one in fields(Device)} | {"name": device.kind, "count": 1}
+    plain = {key: count if key == "count" else getattr(device, key) for key in _FIGURES}
+    shown = {key: value for key, value in plain.items() if value is not None and value != usual[key]}
+    return {key: float(value) if key in _FLOATS else value for key, value in shown.items()}
 
 
 def _plain_group(server: Server, kind: str, index: int, group: Bridge | Mesh | Card) -> dict[str, Any]:
@@ -204,12 +179,9 @@ def _float(value: float) -> str:
     """The shortest text that is the same number: 1.25e9, 0.5."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return repr(value)
-    mantissa, _, exponent = f"{value:.{_digits(value)}e}".partition("e")
+    texts = (f"{value:.{digits}e}" for digits in range(18))
+    mantissa, _, exponent = next(text for text in texts if float(text) == value).partition("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def _digits(value: float) -> int:
-    return next(digits for digits in range(18) if float(f"{value:.{digits}e}") == value)
 
 
 def _comment(what: str, key: str, value: Any) -> str:
@@ -271,50 +243,39 @@ Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
 _Flops = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
 _Speed = Annotated[float, Field(gt=0, le=FASTEST, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+_Cores = Annotated[int, Field(ge=1, le=2**20)]
+_CopySeconds = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(gt=0, le=_MOST_BYTES), BeforeValidator(_whole)]
 
 
 class DeviceTable(_Table):
-    """`[[server.device]]`: equal devices of a server."""
+    """`[[server.device]]`: equal devices of a server. docs/cluster.md explains every key."""
 
     kind: Literal["cpu", "cuda", "xpu", "mps", "emulated"] | None = Field(
         None, description="cpu, cuda, xpu, mps or emulated"
     )
-    count: _Count = Field(1, description="how many such devices")
-    like: str | None = Field(None, description="the device of the catalogue to begin with, such as a100")
-    name: str | None = Field(None, description="what it is, for people")
+    count: _Count = 1
+    like: str | None = None
+    name: str | None = None
     memory_bytes: Bytes | None = Field(None, description="the memory it has")
-    speed: _Speed = Field(
-        1.0, description="relative to where the model was profiled; 0.5 takes twice as long"
-    )
-    update_speed: _Speed | None = Field(
-        None, description="the same of optimizer steps, which read and write its memory"
-    )
-    host_speed: _Speed | None = Field(None, description="the same of the engine's own work on the host")
-    members: _Count = Field(
-        1,
-        description="how many devices it stands for, which run each operator together; its other figures are "
-        "those of all",
-    )
-    num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(None, description="cores of a processor")
-    bytes_per_s: _Rate | None = Field(None, description="bandwidth of its memory")
-    float32_flops_per_s: _Flops | None = Field(None, description="speed in float32")
-    bfloat16_flops_per_s: _Flops | None = Field(None, description="speed in bfloat16 and float16")
-    watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
-        None, description="what it draws at work"
-    )
-    host_bytes_per_s: _Rate | None = Field(
-        None, description="how fast it exchanges chunks with the host, each way"
-    )
-    copy_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
-        None, description="what each such copy takes besides its bytes"
-    )
-    chunk_s: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
-        None, description="what its process takes to give a chunk room, or to take it away"
-    )
-    process_bytes: Annotated[int, Field(ge=0, le=_MOST_BYTES), BeforeValidator(_whole)] | None = Field(
-        None, description="what a process holds on it beside tensors: context, kernels, communicators"
-    )
+    speed: _Speed = 1.0
+    num_cores: _Cores | None = None
+    bytes_per_s: _Rate | None = None
+    float32_flops_per_s: _Flops | None = None
+    bfloat16_flops_per_s: _Flops | None = None
+    watts: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    host_bytes_per_s: _Rate | None = None
+    copy_s: _CopySeconds | None = None
+    chunk_s: _CopySeconds | None = None
+    update_speed: _Speed | None = None
+    host_speed: _Speed | None = None
+    process_bytes: Annotated[int, Field(ge=0, le=_MOST_BYTES), BeforeValidator(_whole)] | None = None
+    members: _Count = 1
+
+
+_FIGURES = tuple(key for key in DeviceTable.model_fields if key != "like")
+_FLOATS = frozenset(("speed", "watts", "host_bytes_per_s", "copy_s", "chunk_s", "update_speed", "host_speed"))
+"""Those that are written with a point even if the device has them as whole numbers."""
 
 
 _Point = Annotated[tuple[Bytes, Seconds], BeforeValidator(_point)]
@@ -322,25 +283,16 @@ _Point = Annotated[tuple[Bytes, Seconds], BeforeValidator(_point)]
 
 class _LinkTable(_Table):
     bytes_per_s: _Rate = Field(description="bytes a second: 10 Gbit/s are 1.25e9")
-    latency_s: Seconds = Field(0.0, description="seconds that a message is late whatever its size")
-    duplex: Literal["full", "half"] = Field(
-        "full", description="full carries bytes_per_s each way at once, half in all"
-    )
-    back_bytes_per_s: _Rate | None = Field(None, description="towards the devices, where that differs")
-    overlap: Literal["none", "receiver", "full"] = Field(
-        "full",
-        description="while a message crosses, none: both ends wait, receiver: the receiver waits, full: "
-        "neither waits",
-    )
-    curve: list[_Point] = Field(
-        default_factory=list,
-        description="pairs of a message's bytes and its seconds alone on the link, the smallest first",
-    )
+    latency_s: Seconds = 0.0
+    duplex: Literal["full", "half"] = "full"
+    back_bytes_per_s: _Rate | None = None
+    overlap: Literal["none", "receiver", "full"] = "full"
+    curve: list[_Point] = []
 
 
 class _GroupTable(_LinkTable):
-    name: str | None = Field(None, description="what it is called")
-    devices: list[str] | None = Field(None, description="the devices that share it; all if left out")
+    name: str | None = None
+    devices: list[str] | None = None
 
 
 class RouteTable(_LinkTable):
@@ -354,49 +306,37 @@ class RouteTable(_LinkTable):
 class MeshTable(_GroupTable):
     """`[[server.mesh]]`: NVLink."""
 
-    switched: bool = Field(
-        default=False, description="each device has one port for all others, not a cable to each"
-    )
+    switched: bool = False
 
 
 class ServerTable(_Table):
     """`[[server]]`: equal servers."""
 
-    name: str | None = Field(None, description="what it is called; a number follows where count is over 1")
-    count: _Count = Field(1, description="how many such servers")
-    num_cores: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
-        None, description="the cores that its processor devices share, where they are fewer than theirs"
-    )
-    host_memory_bytes: Bytes | None = Field(None, description="host memory that its devices can offload to")
-    disk_bytes: Bytes | None = Field(None, description="disk space that its devices can offload to")
-    disk_bytes_per_s: _Rate | None = Field(None, description="how fast that disk reads and writes")
+    name: str | None = None
+    count: _Count = 1
+    num_cores: _Cores | None = None
+    host_memory_bytes: Bytes | None = None
+    disk_bytes: Bytes | None = None
+    disk_bytes_per_s: _Rate | None = None
     device: Annotated[list[DeviceTable], _list_of_tables("server.device")] = Field(description="its devices")
-    bridge: Annotated[list[_GroupTable], _list_of_tables("server.bridge")] = Field(
-        default_factory=list, description="its PCIe host bridges"
-    )
-    mesh: Annotated[list[MeshTable], _list_of_tables("server.mesh")] = Field(
-        default_factory=list, description="its NVLink meshes"
-    )
-    card: Annotated[list[_GroupTable], _list_of_tables("server.card")] = Field(
-        default_factory=list, description="its network cards"
-    )
+    bridge: Annotated[list[_GroupTable], _list_of_tables("server.bridge")] = []
+    mesh: Annotated[list[MeshTable], _list_of_tables("server.mesh")] = []
+    card: Annotated[list[_GroupTable], _list_of_tables("server.card")] = []
 
 
 class SwitchTable(_Table):
     """`[switch]`: what joins the servers."""
 
-    bytes_per_s: _Rate | None = Field(None, description="what it carries in all; left out if it never limits")
-    latency_s: Seconds = Field(0.0, description="seconds that it adds to every message")
+    bytes_per_s: _Rate | None = None
+    latency_s: Seconds = 0.0
 
 
 class _ClusterFile(_Table):
     """The whole file."""
 
     format: Literal[1] = 1
-    switch: SwitchTable | None = Field(None, description="what joins the servers")
-    route: Annotated[list[RouteTable], _list_of_tables("route")] = Field(
-        default_factory=list, description="the routes between pairs of servers"
-    )
+    switch: SwitchTable | None = None
+    route: Annotated[list[RouteTable], _list_of_tables("route")] = []
     server: Annotated[list[ServerTable], _list_of_tables("server")] = Field(description="the servers")
 
 

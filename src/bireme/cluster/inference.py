@@ -177,17 +177,12 @@ _ANY = 1.0
 def _joined(bare: Server, experiments: Sequence[Experiment]) -> Iterator[Server]:
     """The server with each structure that is looked for, the simplest first."""
     everyone = tuple(range(len(bare.devices)))
-    for full in (True, False):
-        yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(_ANY, 0.0, full)),))
-    if len(everyone) > 2:
-        for full in (True, False):
-            pairs = enumerate(combinations(everyone, 2))
-            yield replace(
-                bare, meshes=tuple(Mesh(f"mesh{n}", pair, Link(_ANY, 0.0, full)) for n, pair in pairs)
-            )
-    if len(everyone) > 2:
-        for full in (True, False):
-            yield replace(bare, meshes=(Mesh("mesh0", everyone, Link(_ANY, 0.0, full), switched=True),))
+    pairs = list(combinations(everyone, 2))
+    shapes = [(everyone,)] if len(pairs) == 1 else [(everyone,), pairs, (everyone,)]
+    for number, full in product(range(len(shapes)), (True, False)):
+        link, is_port = Link(_ANY, 0.0, full), number == 2
+        meshes = (Mesh(f"mesh{n}", own, link, is_port) for n, own in enumerate(shapes[number]))
+        yield replace(bare, meshes=tuple(meshes))
     for full, groups in product((True, False), _groupings(len(everyone), experiments)):
         yield replace(
             bare,

@@ -190,15 +190,6 @@ _MEMORY_HERE = Path("/proc/meminfo")
 CARDS = Path("/sys/class/net")
 
 
-@dataclass(frozen=True, slots=True)
-class _NetworkCard:
-    """A network card in use, and how fast it says it is."""
-
-    name: str
-    bytes_per_s: float
-    full_duplex: bool
-
-
 def host_name() -> str:
     """This machine's name, as far as it can name a server."""
     words = re.findall(r"[A-Za-z0-9-]+", platform.node().partition(".")[0])
@@ -242,18 +233,17 @@ def available_bytes() -> int:
     return max(free, 0)
 
 
-def _network_cards() -> tuple[_NetworkCard, ...]:
-    """The cards that are up and whose speed is known, the fastest first."""
+def _network_cards() -> list[tuple[str, Link]]:
+    """The names and links of cards that are up and whose speed is known, the fastest first."""
     found = []
     for folder in sorted(CARDS.glob("*")):
         speed = _read(folder / "speed").strip()
         # A card without a device is virtual: loopback, bridges, tunnels.
-        if (folder / "device").exists() and _read(folder / "operstate").strip() == "up" and speed.isdecimal():
-            bits_per_s = int(speed) * 1e6
-            if bits_per_s:
-                half = _read(folder / "duplex").strip() == "half"
-                found.append(_NetworkCard(folder.name, bits_per_s / 8, not half))
-    return tuple(sorted(found, key=lambda card: -card.bytes_per_s))
+        is_up = (folder / "device").exists() and _read(folder / "operstate").strip() == "up"
+        if is_up and speed.isdecimal() and int(speed):
+            is_full = _read(folder / "duplex").strip() != "half"
+            found.append((folder.name, Link(int(speed) * 1e6 / 8, full_duplex=is_full)))
+    return sorted(found, key=lambda card: -card[1].bytes_per_s)
 
 
 def _read(path: Path) -> str:
@@ -292,14 +282,11 @@ def discover(cpus: int | None = None) -> _Discovery:
     devices = (*cuda.devices, *_processor(parts))
     cards, own = _network_cards(), list[Card]()
     if cards:
-        first = cards[0]
-        everyone = tuple(range(len(devices)))
-        own.append(Card(first.name, everyone, Link(first.bytes_per_s, 0.0, first.full_duplex)))
+        name, link = cards[0]
+        own.append(Card(name, tuple(range(len(devices))), link))
         if len(cards) > 1:
-            others = ", ".join(card.name for card in cards[1:])
-            notes.append(
-                f"All devices are put on the fastest network card, {first.name}; there is also {others}."
-            )
+            others = ", ".join(other for other, _ in cards[1:])
+            notes.append(f"All devices are put on the fastest network card, {name}; there is also {others}.")
     else:
         notes.append(
             "No network card reports its speed. Add a [[server.card]] to join this server to others."

@@ -8,18 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bireme.bounds import bytes_of, bytes_per_s_of
-from bireme.cluster.catalogue import CatalogueDevice, catalogued
-from bireme.cluster.cluster import (
-    ASSUMED_CARD,
-    ASSUMED_LINK,
-    Bridge,
-    Card,
-    Cluster,
-    Link,
-    Mesh,
-    Server,
-)
-from bireme.cluster.tiers import PCIE_BYTES_PER_S
+from bireme.cluster.catalogue import PCIE_BYTES_PER_S, CatalogueDevice, catalogued
+from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.errors import BiremeError
 
 _MACHINE = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?([^:+\s][^:+]*?)\s*(?::\s*([^+]+?)\s*)?(?:\+\s*(.+?)\s*)?")

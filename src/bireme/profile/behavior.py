@@ -255,7 +255,7 @@ class Behavior:
 
     def live_bytes(self) -> list[int]:
         """How much lives before the first event, and after each."""
-        return _live_bytes(self.blocks, self.num_events)
+        return live_bytes(self.blocks, self.num_events)
 
     def at_peak(self) -> tuple[MemoryBlock, ...]:
         """The blocks that live at the peak, the largest first."""
@@ -344,7 +344,7 @@ def _block(storage: Storage, life: Sequence[tuple[int, Event]]) -> MemoryBlock:
 
 
 def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event]) -> Peak:
-    live = _live_bytes(blocks, len(events))
+    live = live_bytes(blocks, len(events))
     most = max(live)
     event = live.index(most) - 1
     if event == _BEFORE:
@@ -353,7 +353,8 @@ def _peak(blocks: Sequence[MemoryBlock], events: Sequence[Event]) -> Peak:
     return Peak(most, event, cause.start_s, cause.phase, cause.operator)
 
 
-def _live_bytes(blocks: Sequence[MemoryBlock], num_events: int) -> list[int]:
+def live_bytes(blocks: Sequence[MemoryBlock], num_events: int) -> list[int]:
+    """The bytes of blocks that live before the first event, and after each."""
     changes = [0] * (num_events + 1)
     for block in blocks:
         changes[block.birth_event + 1] += block.num_bytes

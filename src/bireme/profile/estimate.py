@@ -5,16 +5,17 @@ figures that programs usually attain, and never less than a start takes. Backwar
 every operand that learns. It is an estimate and says so.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from bireme.cluster.catalogue import namesake
+from bireme.cluster.catalogue import catalogue, namesake
 from bireme.cluster.device import Device
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, closest
 from bireme.model.fused_loss import FUSED, fused_work
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.nf4 import UNPACKING_BYTES
 from bireme.model.units import Unit
-from bireme.profile.profile import Rates, UnitWork
+from bireme.profile.profile import Profile, Rates, UnitCost, UnitWork
 
 ATTAINED_FLOPS = 0.5
 ATTAINED_BYTES = 0.7
@@ -35,16 +36,20 @@ _VIEWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Estimate:
-    """The seconds of a unit: forward, the same without gradients, and the two halves of its backward."""
+class Seconds:
+    """What a unit takes. `spread` tells how far measurements of forward and backward lie apart, relative to
+    their median; 0 in an estimate. The halves of the backward are None where nobody asked for them.
+    """
 
     forward_s: float
-    plain_forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
+    backward_s: float
+    recompute_backward_s: float
+    backward_input_s: float | None
+    backward_weight_s: float | None
+    spread: float
 
 
-def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int, device: Device) -> _Estimate:
+def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int, device: Device) -> Seconds:
     """The seconds of a unit; `learned` are the values that a gradient comes back to."""
     if not device.bytes_per_s or not device.float32_flops_per_s or not device.bfloat16_flops_per_s:
         raise BiremeError(f"The speed of {device.name} is not known. Describe it in a .json file.")
@@ -66,7 +71,8 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
     if not any(name in learned for name in unit.receives):
         # Nobody waits for a gradient from here.
         input_s, weight_s = 0.0, input_s + weight_s
-    return _Estimate(forward_s + early_s, forward_s, input_s, weight_s)
+    backward_s = input_s + weight_s
+    return Seconds(forward_s + early_s, backward_s, forward_s + backward_s, input_s, weight_s, 0.0)
 
 
 def unit_work(graph: Graph, unit: Unit, batch: int) -> UnitWork:
@@ -161,3 +167,101 @@ def _operator_s(graph: Graph, operator: Operator, traffic: _Traffic, batch: int,
     bytes_per_s = device.bytes_per_s * ATTAINED_BYTES
     product_s = max(arithmetic_s, traffic.num_bytes(operator) / bytes_per_s)
     return max(product_s + traffic.unpacked_bytes(operator) / bytes_per_s, START_S[device.kind])
+
+
+# Which seconds count on which device of a cluster: those of a profile that was made on such a device, or
+# those of another device's profile, scaled unit by unit by the rates of both.
+
+_TIMES = ("forward_s", "backward_s", "recompute_backward_s", "backward_input_s", "backward_weight_s")
+"""The seconds of a unit that are scaled by the roofline of its forward."""
+
+
+def _is_called(device: Device, name: str) -> bool:
+    """Whether a device has this name, is like the ready device of this name, or is of this kind."""
+    known = catalogue().get(name)
+    return name in (device.name, device.kind) or (known is not None and known.name == device.name)
+
+
+def check_kinds(profile: Profile, devices: Sequence[Device]) -> None:
+    """Refuse profiles for kinds of devices that are not there."""
+    for kind in profile.kinds:
+        if not any(_is_called(device, kind.name) for device in devices):
+            names = sorted({name for device in devices for name in (device.name, device.kind)})
+            raise BiremeError(
+                f"There is a profile for {kind.name}, but no device of that name or kind. "
+                f"{closest(kind.name, names)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfiles:
+    """The profiles of a cluster's devices: `of_device` has for each device the index of its profile, and
+    `memory_speeds` the speed of its memory relative to where that was made; None if only its `speed` gives
+    it.
+    """
+
+    profiles: tuple[Profile, ...]
+    of_device: tuple[int, ...]
+    memory_speeds: tuple[float | None, ...]
+
+
+def device_profiles(profile: Profile, devices: Sequence[Device]) -> DeviceProfiles:
+    """The profiles whose seconds count on these devices, the given one first.
+
+    A device has the profile of its kind. Without one it has the given profile, scaled by the rates of the two
+    devices if both are known and no device of the cluster has a speed of its own.
+    """
+    check_kinds(profile, devices)
+    profiles = [profile]
+    known: dict[Device, tuple[int, float | None]] = {}
+    by_rates: dict[tuple[Rates, str], int] = {}
+    base = profile.rates if all(device.speed == 1 for device in devices) else None
+    for device in devices:
+        if device in known:
+            continue
+        own = [one for one in profile.kinds if _is_called(device, one.name)]
+        kind = min(own, key=lambda one: one.name == device.kind, default=None)  # its name before its kind
+        rates = None if base is None else rates_of(device, base.dtype)
+        index, memory_speed = 0, None
+        if kind is not None:
+            index = next((place for place, one in enumerate(profiles) if one is kind.profile), len(profiles))
+            profiles += [kind.profile] if index == len(profiles) else []
+        elif base is not None and rates is not None and rates != base:
+            memory_speed = rates.bytes_per_s / base.bytes_per_s
+            index = by_rates.setdefault((rates, device.kind), len(profiles))
+            profiles += [_scaled(profile, rates, device)] if index == len(profiles) else []
+        if device.members > 1 and kind is None and device.speed == 1:
+            raise BiremeError(
+                f"{device.name} stands for {device.members} devices that run each operator together, and how "
+                "fast they do so is not known. Give it the profile of such a device (--profile NAME=FILE, "
+                "plan.profiles), or its speed in the cluster file."
+            )
+        known[device] = index, memory_speed
+    found = [known[device] for device in devices]
+    return DeviceProfiles(
+        tuple(profiles), tuple(index for index, _ in found), tuple(speed for _, speed in found)
+    )
+
+
+def _scaled(profile: Profile, rates: Rates, device: Device) -> Profile:
+    """The profile with the seconds of units on a device of these rates. Seconds of optimizer steps stay."""
+
+    def scaled(cost: UnitCost) -> UnitCost:
+        assert profile.rates is not None
+        if cost.work is None:
+            return cost
+        there_s = roofline_s(cost.work, profile.rates, profile.device_kind)
+        times = roofline_s(cost.work, rates, device.kind) / there_s if there_s else 1.0
+        seconds = {name: getattr(cost, name) for name in _TIMES}
+        return replace(cost, **{name: one and one * times for name, one in seconds.items()})
+
+    units = [replace(unit, costs=tuple(map(scaled, unit.costs))) for unit in profile.units]
+    return replace(
+        profile,
+        units=tuple(units),
+        device=device.name,
+        device_kind=device.kind,
+        rates=rates,
+        engine=profile.engine if device.kind == profile.device_kind else None,
+        kinds=(),
+    )

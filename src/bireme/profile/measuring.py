@@ -18,9 +18,10 @@ from bireme.devices import is_accelerator, process_bytes
 from bireme.model.graph import Graph, ModelState, learned_values
 from bireme.model.stage import Resolve, stage_function, torch_operator
 from bireme.model.units import Unit, units_of
+from bireme.profile.estimate import Seconds
 from bireme.profile.optimizers import frozen_bytes, gradient_bytes, optimizer_bytes
 from bireme.profile.profile import KeptMemory, SharedState
-from bireme.profile.timing import Effort, Seconds, Workbench, time_benches, time_update
+from bireme.profile.timing import Effort, Workbench, time_benches, time_update
 
 # The pieces of a graph to profile: its units, which of them do the same work, and what they share.
 #

@@ -206,9 +206,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 def load_profile(path: Path) -> Profile:
     """The profile in a file."""
-    plain = read_json_object(path)
-    _complete(plain)
-    profile = as_dataclass(plain, Profile, number=_FORMAT, source=str(path))
+    profile = as_dataclass(read_json_object(path), Profile, number=_FORMAT, source=str(path))
     for index, unit in enumerate(profile.units):
         sizes = [cost.micro_batch for cost in unit.costs]
         if sizes != list(dict.fromkeys(profile.micro_batches)):
@@ -221,15 +219,6 @@ def load_profile(path: Path) -> Profile:
     return profile
 
 
-def _complete(plain: dict[str, Any]) -> None:
-    """Say what older files, which know one kind of step and no sums, leave out."""
-    units = plain.get("units")
-    for unit in units if isinstance(units, list) else ():
-        if isinstance(unit, dict) and "update_s" in unit:
-            unit.setdefault("trial_s", unit["update_s"])
-            unit.setdefault("reduce_s", 0.0)
-
-
 def _is_first(profile: Profile, first: int, index: int) -> bool:
     """Whether the unit at `index` can be the same as that one, which comes before and is a first one."""
     return 0 <= first < index and profile.units[first].same_as is None
@@ -237,25 +226,4 @@ def _is_first(profile: Profile, first: int, index: int) -> bool:
 
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
-    return {"format": _FORMAT, **_plain(profile)}
-
-
-def _plain(profile: Profile) -> dict[str, Any]:
-    plain = asdict(profile)
-    if not profile.codecs:
-        del plain["codecs"]
-    for name in ("master_weights", "rates"):
-        if plain[name] is None:
-            del plain[name]
-    del plain["kinds"]
-    if profile.kinds:
-        plain["kinds"] = [{"name": one.name, "profile": _plain(one.profile)} for one in profile.kinds]
-    for unit in plain["units"]:
-        for one in (unit, *unit["tied"]):
-            if not one["frozen_bytes"]:
-                del one["frozen_bytes"]
-        for cost in unit["costs"]:
-            for name in ("returned_bytes", "waiting_bytes", "halves_workspace_bytes", "work"):
-                if cost[name] is None:
-                    del cost[name]
-    return plain
+    return {"format": _FORMAT, **asdict(profile)}

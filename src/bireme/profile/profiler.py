@@ -18,15 +18,9 @@ from bireme.model.graph_file import graph_hash
 from bireme.model.halves import backward_input
 from bireme.model.stage import Resolve, torch_operator
 from bireme.model.torch_private import fake_tensors, storage_id
-from bireme.profile.control import (
-    cache_path,
-    cached,
-    check_measurable,
-    device_here,
-    keep,
-    versions_here,
-)
+from bireme.profile.control import cache_path, cached, check_measurable, device_here, keep, versions_here
 from bireme.profile.estimate import (
+    Seconds,
     computed_dtype,
     estimate_unit,
     estimated_update_s,
@@ -45,11 +39,7 @@ from bireme.profile.measuring import (
     pieces_of,
     state_bytes,
 )
-from bireme.profile.optimizers import (
-    check_optimizer,
-    has_masters,
-    optimizer_flops,
-)
+from bireme.profile.optimizers import check_optimizer, has_masters, optimizer_flops
 from bireme.profile.profile import (
     KeptMemory,
     Profile,
@@ -59,7 +49,7 @@ from bireme.profile.profile import (
     load_profile,
     plain_profile,
 )
-from bireme.profile.timing import Effort, Seconds, Workbench
+from bireme.profile.timing import Effort, Workbench
 from bireme.profile.trace import StorageTrace
 
 # What units keep for their backward, counted to the byte on tensors that hold no memory.
@@ -352,15 +342,9 @@ class _Work:
         for size, one in self.pieces.items():
             for index in one.distinct:
                 found = estimate_unit(one.graph, one.units[index], one.learned, size, device)
-                backward_s = found.backward_input_s + found.backward_weight_s
-                self.seconds[size][index] = Seconds(
-                    forward_s=found.forward_s,
-                    backward_s=backward_s,
-                    recompute_backward_s=found.plain_forward_s + backward_s,
-                    backward_input_s=found.backward_input_s if halves else None,
-                    backward_weight_s=found.backward_weight_s if halves else None,
-                    spread=0.0,
-                )
+                if not halves:
+                    found = replace(found, backward_input_s=None, backward_weight_s=None)
+                self.seconds[size][index] = found
         for index in self.first.distinct:
             unit, state = self.first.units[index], self._state_of(index)
             flops = sum(
@@ -372,13 +356,7 @@ class _Work:
             self.ends[index] = BatchEndTimes(0.0, update_s, update_s)
 
     def measure(
-        self,
-        device: torch.device,
-        memory_bytes: int,
-        effort: Effort,
-        measurer: Measurer,
-        *,
-        halves: bool,
+        self, device: torch.device, memory_bytes: int, effort: Effort, measurer: Measurer, *, halves: bool
     ) -> None:
         """Find the seconds by running the units on a device."""
         self._check_memory(memory_bytes)

@@ -7,7 +7,7 @@ operators, if that takes longer. The share was measured on whole steps of traini
 that is no product of matrices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -71,12 +71,16 @@ class _Half:
     @property
     def num_mapped(self) -> int:
         """The weights of the maps that a token passes."""
-        return sum(rows * columns for rows, columns in self.maps)
+        return _num_weights(self.maps)
 
     @property
     def num_adapted(self) -> int:
         """The weights of adapters beside its maps."""
         return self.adapts * sum(RANK * (rows + columns) for rows, columns in self.maps)
+
+
+def _num_weights(maps: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in maps)
 
 
 def profile_of_shape(
@@ -94,10 +98,13 @@ def profile_of_shape(
     attention, feed_forward = _attention(shape, length, learns), _feed_forward(shape, learns)
     halves = [_embedding(shape, learns)]
     for layer in range(shape.layers):
-        halves += [_named(attention, f"layers.{layer}"), _named(feed_forward, f"layers.{layer}")]
+        halves += [replace(one, name=f"layers.{layer}.{one.name}") for one in (attention, feed_forward)]
     halves.append(_head(shape, learns))
-    work = _Work(shape, device, attained, length, trained, len(halves))
-    units = tuple(work.unit(half, place, micro_batches) for place, half in enumerate(halves))
+    last = len(halves) - 1
+    units = tuple(
+        _Unit(shape, device, attained, length, trained, half, place, place == last).profile(micro_batches)
+        for place, half in enumerate(halves)
+    )
     return Profile(
         model=shape.name,
         graph=f"{shape.name}, a shape, {trained}",
@@ -147,7 +154,7 @@ def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
     return _Half(
         "attention",
         shape.attention_maps,
-        shape.attention_parameters - sum(rows * columns for rows, columns in shape.attention_maps),
+        shape.attention_parameters - _num_weights(shape.attention_maps),
         normed=(4 if shape.num_norms > 1 else 1) * h + (q + k if shape.norms_heads else 0),
         products=4 * q * length,
         saved=_normed(shape, learns) + kept + scores,
@@ -163,7 +170,7 @@ def _sink_attention(shape: TransformerShape, length: int, learns: bool) -> _Half
     return _Half(
         "attention",
         shape.attention_maps,
-        shape.attention_parameters - sum(rows * columns for rows, columns in shape.attention_maps),
+        shape.attention_parameters - _num_weights(shape.attention_maps),
         normed=h,
         products=4 * q * length,
         saved=_normed(shape, learns) + 8 * q + heads * (2 * length + 10),
@@ -176,8 +183,7 @@ def _sink_attention(shape: TransformerShape, length: int, learns: bool) -> _Half
 def _experts(shape: TransformerShape, learns: bool) -> _Half:
     h, f, active = shape.width, shape.inner_width, shape.active_experts
     maps = ((h, shape.experts), *shape.feed_forward_maps * active)
-    num_mapped = sum(rows * columns for rows, columns in maps)
-    idle = (shape.experts - active) * sum(rows * columns for rows, columns in shape.feed_forward_maps)
+    idle = (shape.experts - active) * _num_weights(shape.feed_forward_maps)
     # Biases and clamped gates are kept too.
     kept = active * (4 * h + 14 * f + 44)
     if not shape.has_sinks:
@@ -185,7 +191,7 @@ def _experts(shape: TransformerShape, learns: bool) -> _Half:
     return _Half(
         "experts",
         maps,
-        shape.feed_forward_parameters - num_mapped - idle,
+        shape.feed_forward_parameters - _num_weights(maps) - idle,
         normed=(2 if shape.has_sinks else 1) * h,
         products=0,
         saved=_normed(shape, learns) + kept,
@@ -204,7 +210,7 @@ def _feed_forward(shape: TransformerShape, learns: bool) -> _Half:
     return _Half(
         "feed_forward",
         shape.feed_forward_maps,
-        shape.feed_forward_parameters - sum(rows * columns for rows, columns in shape.feed_forward_maps),
+        shape.feed_forward_parameters - _num_weights(shape.feed_forward_maps),
         normed=(4 if shape.num_norms > 1 else 1) * h,
         products=0,
         saved=_normed(shape, learns) + (8 if shape.is_gated else 10) * f,
@@ -243,83 +249,87 @@ def _head(shape: TransformerShape, learns: bool) -> _Half:
     )
 
 
-def _named(half: _Half, layer: str) -> _Half:
-    return replace(half, name=f"{layer}.{half.name}")
-
-
 # Units from these.
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """How units are trained, and on what."""
+class _Unit:
+    """A half of a layer at its place, and how it is trained, on what."""
 
     shape: TransformerShape
     device: CatalogueDevice
     attained: float
     length: int
     trained: TrainedShare
-    num_units: int
+    half: _Half
+    place: int
+    is_last: bool
 
-    def unit(self, half: _Half, place: int, micro_batches: Sequence[int]) -> UnitProfile:
-        """The unit at its place, at each size of a micro-batch."""
-        is_first, is_last = place == 0, place == self.num_units - 1
-        learning, frozen_bytes = self._learning(half, is_last), self._frozen_bytes(half, is_last)
-        optimizer_bytes = (_MOMENTS + 1) * _WHOLE * learning
-        update_s = estimated_update_s(_WHOLE * learning, optimizer_bytes, 0, self.device.device)
+    def profile(self, micro_batches: Sequence[int]) -> UnitProfile:
+        """Its profile, at each size of a micro-batch."""
+        place, is_first, is_last = self.place, self.place == 0, self.is_last
+        optimizer_bytes = (_MOMENTS + 1) * _WHOLE * self._learning
+        update_s = estimated_update_s(_WHOLE * self._learning, optimizer_bytes, 0, self.device.device)
         first = place if is_first or is_last else 2 - place % 2
         return UnitProfile(
-            name=half.name,
-            structure=half.name.rpartition(".")[2],
+            name=self.half.name,
+            structure=self.half.name.rpartition(".")[2],
             same_as=None if first == place else first,
             receives=() if is_first else (f"x{place}",),
             sends=() if is_last else (f"x{place + 1}",),
             inputs=("input_ids",) if is_first else ("labels",) if is_last else (),
-            parameter_bytes=_SHORT * learning,
-            gradient_bytes=_WHOLE * learning,
+            parameter_bytes=_SHORT * self._learning,
+            gradient_bytes=_WHOLE * self._learning,
             optimizer_bytes=optimizer_bytes,
-            buffer_bytes=frozen_bytes,
-            frozen_bytes=frozen_bytes,
+            buffer_bytes=self._frozen_bytes,
+            frozen_bytes=self._frozen_bytes,
             reduce_s=0.0,
             update_s=update_s,
             trial_s=update_s,
-            tied=self._tied(half),
-            costs=tuple(self._cost(half, place, size) for size in micro_batches),
+            tied=self._tied(),
+            costs=tuple(map(self._cost, micro_batches)),
         )
 
     @property
     def _learns_all(self) -> bool:
         return self.trained is TrainedShare.FULL
 
-    def _learning(self, half: _Half, is_last: bool) -> int:
+    @property
+    def _is_adapted(self) -> bool:
+        return self.half.adapts and not self._learns_all and not self.is_last
+
+    @property
+    def _learning(self) -> int:
         """The weights that learn."""
         if self._learns_all:
-            return half.num_mapped + half.idle + half.others
-        return 0 if is_last else half.num_adapted
+            return self.half.num_mapped + self.half.idle + self.half.others
+        return 0 if self.is_last else self.half.num_adapted
 
-    def _packs(self, half: _Half, is_last: bool) -> bool:
+    @property
+    def _packs(self) -> bool:
         """Whether its maps are in four bits. Experts are no linear layers, and stay as they are."""
-        return self.trained is TrainedShare.QLORA and half.adapts and not is_last
+        return self.trained is TrainedShare.QLORA and self._is_adapted
 
-    def _frozen_bytes(self, half: _Half, is_last: bool) -> int:
+    @property
+    def _frozen_bytes(self) -> int:
         if self._learns_all:
             return 0
-        mapped = (half.num_mapped + half.idle) * (QUANTIZED_BYTES if self._packs(half, is_last) else _SHORT)
-        return round(mapped) + _SHORT * half.others
+        mapped = (self.half.num_mapped + self.half.idle) * (QUANTIZED_BYTES if self._packs else _SHORT)
+        return round(mapped) + _SHORT * self.half.others
 
-    def _tied(self, half: _Half) -> tuple[SharedState, ...]:
-        if not half.shared:
+    def _tied(self) -> tuple[SharedState, ...]:
+        if not self.half.shared:
             return ()
         num = self.shape.vocab * self.shape.width
         if self._learns_all:
             optimizer_bytes = (_MOMENTS + 1) * _WHOLE * num
-            return (SharedState(half.shared, _SHORT * num, _WHOLE * num, optimizer_bytes, 0),)
-        return (SharedState(half.shared, 0, 0, 0, _SHORT * num, _SHORT * num),)
+            return (SharedState(self.half.shared, _SHORT * num, _WHOLE * num, optimizer_bytes, 0),)
+        return (SharedState(self.half.shared, 0, 0, 0, _SHORT * num, _SHORT * num),)
 
-    def _cost(self, half: _Half, place: int, size: int) -> UnitCost:
+    def _cost(self, size: int) -> UnitCost:
+        place, is_first, is_last = self.place, self.place == 0, self.is_last
         tokens = size * self.length
-        is_first, is_last = place == 0, place == self.num_units - 1
-        forward_s, input_s, weight_s = self._seconds(half, tokens, is_last)
+        forward_s, input_s, weight_s = self._seconds(tokens)
         if is_first:
             input_s = 0.0
         is_saved = self.shape.norm_values > 1
@@ -329,10 +339,10 @@ class _Work:
             *(() if is_last else (KeptMemory((f"x{place + 1}",), crossing, is_saved=False),)),
         )
         if is_last and self._fuses_loss:
-            saved, workspace, waiting, in_halves = self._fused_bytes(half, tokens)
+            saved, workspace, waiting, in_halves = self._fused_bytes(tokens)
         else:
-            saved, workspace = self._saved(half, is_last) * tokens, self._workspace_bytes(half, tokens, place)
-            waiting, in_halves = float(self._waiting(half, is_last) * tokens), half.in_halves * tokens
+            saved, workspace = self._saved * tokens, self._workspace_bytes(tokens)
+            waiting, in_halves = float(self._waiting * tokens), self.half.in_halves * tokens
         return UnitCost(
             micro_batch=size,
             forward_s=forward_s,
@@ -355,13 +365,13 @@ class _Work:
         """Whether a run fuses the head and its loss by default. Gemma 2 caps its scores, which keeps them."""
         return self.shape.vocab * self.length >= LEAST_LOGITS and self.shape.family != "gemma2"
 
-    def _fused_bytes(self, half: _Half, tokens: int) -> tuple[float, float, float, float]:
+    def _fused_bytes(self, tokens: int) -> tuple[float, float, float, float]:
         """Of a head that is fused with its loss: kept, workspace, waiting for the second half of a backward,
         and workspace in halves. It keeps the gradient of the scores or those of its input and weight.
         """
         h, vocab = self.shape.width, self.shape.vocab
         scores = 4 * vocab + _WORD
-        normed = (half.saved - scores + (0 if self._learns_all else 2 * h)) * tokens
+        normed = (self.half.saved - scores + (0 if self._learns_all else 2 * h)) * tokens
         weight, pieces = _SHORT * h * vocab, _SHORT * vocab * rows_at_once(tokens, h)
         crossing, waiting = (2 * h + 8) * tokens, 2 * h * tokens if self._learns_all else 0
         if keeps_logits(tokens, h, _SHORT, learns=self._learns_all):
@@ -370,58 +380,49 @@ class _Work:
         kept, parts = (2 * weight, weight / 8) if self._learns_all else (0, 0)
         return normed + kept, pieces + parts + crossing, waiting, pieces + crossing
 
-    def _waiting(self, half: _Half, is_last: bool) -> int:
+    @property
+    def _waiting(self) -> int:
         """Gradients that wait for the second half of a backward: of the results of maps and norms."""
-        if not self._learning(half, is_last):
+        if not self._learning:
             return 0
-        given = sum(columns for _, columns in half.maps)
-        given += half.normed if self._learns_all else RANK * len(half.maps)
+        given = sum(columns for _, columns in self.half.maps)
+        given += self.half.normed if self._learns_all else RANK * len(self.half.maps)
         return _SHORT * given
 
-    def _saved(self, half: _Half, is_last: bool) -> float:
+    @property
+    def _saved(self) -> float:
         """The kept bytes of a token. An adapter keeps its result of low rank."""
-        is_adapted = half.adapts and not self._learns_all and not is_last
-        adapters = _SHORT * RANK * len(half.maps) if is_adapted else 0
-        return half.saved + adapters
+        return self.half.saved + self._is_adapted * _SHORT * RANK * len(self.half.maps)
 
-    def _workspace_bytes(self, half: _Half, tokens: int, place: int) -> float:
+    def _workspace_bytes(self, tokens: int) -> float:
         """In addition to the kept bytes: activations of the backward, or the gradients of all weights of the
         unit. The gradient of a table takes three times its bytes while it is made.
         """
-        is_last = place == self.num_units - 1
-        gradients = _SHORT * self._learning(half, is_last)
+        half, width = self.half, self.shape.width
+        gradients, alive = _SHORT * self._learning, half.alive * tokens
         if not self._learns_all:
             largest = max((rows * columns for rows, columns in half.maps), default=0)
-            whole = _SHORT * largest if self._packs(half, is_last) else 0
-            return whole + (half.alive + 2 * self.shape.width) * tokens if place else 0
-        if place == 0:
-            return 3 * _SHORT * self.shape.vocab * self.shape.width + half.alive * tokens
-        if is_last:
-            return max(half.alive * tokens, 2 * gradients + half.alive / 4 * tokens)
-        crossing = (10 if half.idle else 2 * _SHORT) * self.shape.width * tokens
-        return max(half.alive * tokens, gradients + crossing)
+            return self._packs * _SHORT * largest + alive + 2 * width * tokens if self.place else 0
+        if self.place == 0:
+            return 3 * _SHORT * self.shape.vocab * width + alive
+        if self.is_last:
+            return max(alive, 2 * gradients + alive / 4)
+        return max(alive, gradients + (10 if half.idle else 2 * _SHORT) * width * tokens)
 
-    def _seconds(self, half: _Half, tokens: int, is_last: bool) -> tuple[float, float, float]:
+    def _seconds(self, tokens: int) -> tuple[float, float, float]:
         """A forward, and the halves of a backward: the gradient of the input, and those of the weights."""
-        rate = self.device.rate("bfloat16") * self.attained
-        moved = self._frozen_bytes(half, is_last) + _SHORT * self._learning(half, is_last)
+        half, rate = self.half, self.device.rate("bfloat16") * self.attained
         bytes_per_s = self.device.memory_bytes_per_s * ATTAINED_BYTES
-        unpacked_bytes = UNPACKING_BYTES * half.num_mapped if self._packs(half, is_last) else 0.0
-        unpacked_s = unpacked_bytes / bytes_per_s
-        least_s = max(
-            moved / bytes_per_s if half.maps else 0.0,
-            half.starts * START_S[self.device.kind],
-        )
-        maps_s = 2 * half.num_mapped * tokens / rate
-        products_s = half.products * tokens / rate
-        learning = half.num_mapped if self._learns_all else 0 if is_last else half.num_adapted
-        adapters_s = 0.0 if self._learns_all else 2 * learning * tokens / rate
-        weight_s = 2 * learning * tokens / rate
+        starts_s = half.starts * START_S[self.device.kind]
         if not half.maps:  # a table is looked up
-            table_s = half.starts * START_S[self.device.kind] + (
-                2 * _SHORT * self.shape.width * tokens / bytes_per_s
-            )
+            table_s = starts_s + 2 * _SHORT * self.shape.width * tokens / bytes_per_s
             return table_s, 0.0, table_s if self._learns_all else 0.0
+        unpacked_s = UNPACKING_BYTES * half.num_mapped / bytes_per_s if self._packs else 0.0
+        least_s = max((self._frozen_bytes + _SHORT * self._learning) / bytes_per_s, starts_s)
+        maps_s, products_s = 2 * half.num_mapped * tokens / rate, half.products * tokens / rate
+        learning = half.num_mapped if self._learns_all else self._learning
+        weight_s = 2 * learning * tokens / rate
+        adapters_s = 0.0 if self._learns_all else weight_s
         forward_s = max(maps_s + products_s + adapters_s, least_s) + unpacked_s
         input_s = max(maps_s + 2 * products_s + adapters_s, least_s) + unpacked_s
         return forward_s, input_s, weight_s

@@ -53,27 +53,31 @@ def stage_cost(profile: Profile, begin: int, end: int, micro_batch: int) -> Stag
     if not units:
         raise BiremeError(f"A stage needs at least one unit, and there is none from {begin} up to {end}.")
     costs = [unit.at(micro_batch) for unit in units]
-    inputs = [cost.backward_input_s for cost in costs]
-    weights = [cost.backward_weight_s for cost in costs]
     twice = list(_repeated(units))
+
+    def own_bytes(name: str) -> int:
+        num_bytes: int = sum(getattr(unit, name) for unit in units)
+        num_twice: int = sum(getattr(held, name) for held in twice)
+        return num_bytes - num_twice
+
     memory = _memory(units, costs)
     workspace_bytes = memory.peak_bytes - memory.kept_bytes
-    gradient_bytes = sum(u.gradient_bytes for u in units) - sum(h.gradient_bytes for h in twice)
+    gradient_bytes = own_bytes("gradient_bytes")
     before = profile.units[begin - 1].at(micro_batch) if begin else None
     waiting_bytes = _waiting_bytes(costs, before)
     return StageCost(
         forward_s=sum(cost.forward_s for cost in costs),
         backward_s=sum(cost.backward_s for cost in costs),
         recompute_backward_s=sum(cost.recompute_backward_s for cost in costs),
-        backward_input_s=_sum_if_known(inputs),
-        backward_weight_s=_sum_if_known(weights),
+        backward_input_s=_sum_if_known([cost.backward_input_s for cost in costs]),
+        backward_weight_s=_sum_if_known([cost.backward_weight_s for cost in costs]),
         reduce_s=sum(unit.reduce_s for unit in units),
         update_s=sum(unit.update_s for unit in units),
         trial_s=sum(unit.trial_s for unit in units),
-        parameter_bytes=sum(u.parameter_bytes for u in units) - sum(h.parameter_bytes for h in twice),
+        parameter_bytes=own_bytes("parameter_bytes"),
         gradient_bytes=gradient_bytes,
-        optimizer_bytes=sum(u.optimizer_bytes for u in units) - sum(h.optimizer_bytes for h in twice),
-        buffer_bytes=sum(u.buffer_bytes for u in units) - sum(h.buffer_bytes for h in twice),
+        optimizer_bytes=own_bytes("optimizer_bytes"),
+        buffer_bytes=own_bytes("buffer_bytes"),
         saved_bytes=memory.saved_bytes,
         kept_bytes=memory.kept_bytes,
         boundary_bytes=costs[-1].boundary_bytes,

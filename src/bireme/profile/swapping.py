@@ -9,13 +9,12 @@ from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals
+from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals, live_bytes
 from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.eviction import OverfullError, decide, gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind
@@ -277,7 +276,9 @@ def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
     accesses, num_steps = _accesses(paged, chunk_bytes)
     needed = Counter(at for at, _ in {(access.at, access.chunk) for access in accesses})
     most = max(needed.values())
-    unpaged_bytes = _unpaged_bytes(behavior, {block.id for block in paged})
+    paged_ids = {block.id for block in paged}
+    unpaged = [block for block in behavior.blocks if block.id not in paged_ids]
+    unpaged_bytes = max(live_bytes(unpaged, behavior.num_events))
     least_bytes = unpaged_bytes + most * chunk_bytes
     budgets = []
     for share in _BUDGETS:
@@ -324,14 +325,3 @@ def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -
                 writes=is_written,
                 ends=is_last,
             )
-
-
-def _unpaged_bytes(behavior: Behavior, paged: set[int]) -> int:
-    """The most bytes of other blocks that live at once."""
-    changes = [0] * (behavior.num_events + 1)
-    for block in behavior.blocks:
-        if block.id not in paged:
-            changes[block.birth_event + 1] += block.num_bytes
-            if block.death_event is not None:
-                changes[block.death_event + 1] -= block.num_bytes
-    return max(accumulate(changes))

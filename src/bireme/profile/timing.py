@@ -19,6 +19,7 @@ from bireme.model.fused_operator import without_gradients
 from bireme.model.graph import Graph, ModelState, Value, evaluate
 from bireme.model.halves import backward_input
 from bireme.model.stage import StageFunction
+from bireme.profile.estimate import Seconds
 from bireme.profile.optimizers import is_hidden_matrix
 
 # For how long this thread has waited for a core while others had it: what is no part of its own work.
@@ -221,18 +222,6 @@ class Effort:
 
 BRIEF = Effort(num_warmup=1, num_least=3, num_most=9, seconds_per_unit=0.05)
 """For what is over soon: medians of a few rounds, which may be several per cent off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """The medians of one bench, and how far its measurements of forward and backward lie apart."""
-
-    forward_s: float
-    backward_s: float
-    recompute_backward_s: float
-    backward_input_s: float | None
-    backward_weight_s: float | None
-    spread: float
 
 
 def time_benches(

@@ -35,10 +35,11 @@ from bireme.profile.control import (
     torch_device,
     versions_here,
 )
+from bireme.profile.estimate import Seconds
 from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, Progress, measure_units
 from bireme.profile.profile import Profile, load_profile
 from bireme.profile.profiler import profile
-from bireme.profile.timing import BRIEF, Seconds, waited_s
+from bireme.profile.timing import BRIEF, waited_s
 from bireme.runtime.launch import launch
 from bireme.runtime.measuring.batch_end import (
     batch_end_of,

@@ -25,8 +25,8 @@ from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
-from bireme.report.page.recorded import write_recorded
 from bireme.report.terminal import tell
+from bireme.report.timeline_document import write_recorded
 from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.runtime.layout import layout_of

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from bireme.bounds import bytes_text, rate_text
+from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Cluster
-from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.model.units import units_of
 from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample

@@ -19,7 +19,7 @@ from bireme.model.weights import Weights
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan, read_windows
 from bireme.profile.profile import Profile
-from bireme.report.page.recorded import write_recorded
+from bireme.report.timeline_document import write_recorded
 from bireme.runtime.balancer import Sharing
 from bireme.runtime.exchange.for_others import KEPT_BYTES
 from bireme.runtime.measuring.batch_end import replica_times

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
+from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Cluster
-from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.plan.forecast import TierForecast
 from bireme.plan.partition.autopipe import costs_between

@@ -24,7 +24,7 @@ from bireme.plan.partition.chain import Chain, Seconds, chain_of
 from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
 from bireme.plan.widths import widths_text
-from bireme.profile.kinds import device_profiles
+from bireme.profile.estimate import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
