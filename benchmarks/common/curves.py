@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK, Colour
-from bireme.report.shapes import Anchor, Line, Picture, Shape, Text
+from bireme.report.shapes import Anchor, Line, Picture, Shape, Text, round_step
 
 WIDTH, HEIGHT = 880, 400
 LEFT, RIGHT, TOP, BOTTOM = 60, 260, 45, 50

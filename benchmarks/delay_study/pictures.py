@@ -6,9 +6,8 @@ from itertools import pairwise
 
 from benchmarks.common.curves import Curve, CurvePanel, curve_picture
 from benchmarks.delay_study.study import CURVE_EVERY, Run
-from bireme.report.axes import round_step
 from bireme.report.palette import AXIS, HUES, INK, PALE_INK
-from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text
+from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, round_step
 
 __all__ = ["Point", "against_bits", "curves"]
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.contraction import FoundPlacement, Items, fits, loads_of, value_of
-from bireme.placement.moves import (
+from bireme.placement.annealing import (
     MoveState,
     MoveTables,
     recount,
@@ -22,7 +21,8 @@ from bireme.placement.moves import (
     value_now,
     weigh,
 )
-from bireme.placement.starts import random_start
+from bireme.placement.anywhere import random_start
+from bireme.placement.contraction import FoundPlacement, Items, fits, loads_of, value_of
 from bireme.placement.workload import Objective
 
 _LEAST_GAIN = 1e-7

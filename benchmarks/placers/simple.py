@@ -5,7 +5,7 @@ from dataclasses import replace
 import networkx
 
 from bireme.errors import BiremeError
-from bireme.placement.contiguous.chain import cut_chain
+from bireme.placement.contiguous import cut_chain
 from bireme.placement.contraction import FoundPlacement, Items, fits, items_of, loads_of, value_of
 from bireme.placement.workload import Objective, Workload
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from bireme.placement.check import check, work_of
-from bireme.placement.latency.latency import pieces_of
+from bireme.placement.latency import pieces_of
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.placement_oracles import all_placements, can_stand_in_line, random_workload, value_by_hand
 

@@ -4,12 +4,7 @@ import pytest
 
 from benchmarks.placers import local_search
 from bireme.compiled import IS_COMPILED
-from bireme.placement import moves
-from bireme.placement.anywhere import kernel as anywhere
-from bireme.placement.contiguous import dynamic as sweep
-from bireme.placement.contiguous import ideals
-from bireme.placement.latency import kernel as latency
-from bireme.placement.latency import search as series
+from bireme.placement import annealing, ideals, latency_kernel, latency_search
 from tests.support.compile_loops import compile_placement
 
 pytestmark = [
@@ -22,7 +17,7 @@ def test_each_loop_is_compiled_for_one_kind_of_arguments() -> None:
     compile_placement()
     loops = {
         loop.py_func: loop
-        for module in (moves, anywhere, local_search, ideals, sweep, latency, series)
+        for module in (annealing, local_search, ideals, latency_kernel, latency_search)
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     }

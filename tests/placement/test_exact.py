@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from bireme.errors import BiremeError
-from bireme.placement.contiguous.chain import NoSplitFoundError, cut_chain
-from bireme.placement.contiguous.dynamic import DynamicProgram
-from bireme.placement.contiguous.ideals import lattice_of
-from bireme.placement.contiguous.search import Contiguous, cut_lines
+from bireme.placement.contiguous import Contiguous, NoSplitFoundError, cut_chain, cut_lines
 from bireme.placement.contraction import Items, Weightless, fits, items_of, loads_of, simple_bound, value_of
+from bireme.placement.ideals import DynamicProgram, lattice_of
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, random_workload, value_by_hand

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
-from bireme.placement.of_model.from_model import fleet_of
+from bireme.placement.model import fleet_of
 from tests.support.clusters import few
 from tests.support.placed_models import equal_devices, model_of, untied
 

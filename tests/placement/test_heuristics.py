@@ -16,11 +16,10 @@ from benchmarks.made_up.graphs import (
 from benchmarks.placers.local_search import local_search
 from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
-from bireme.placement import moves
-from bireme.placement.anywhere.kernel import blocks_of
-from bireme.placement.anywhere.search import improve
+from bireme.placement import annealing
+from bireme.placement.annealing import blocks_of
+from bireme.placement.anywhere import greedy, improve, random_start
 from bireme.placement.contraction import FoundPlacement, Items, Weightless, fits, items_of, loads_of, value_of
-from bireme.placement.starts import greedy, random_start
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload
@@ -163,18 +162,18 @@ def test_loads_that_follow_moves_are_those_counted_afresh() -> None:
     random = Random(5)
     for workload, objective in drawn_workloads(20, seed=5):
         items = items_of(workload, contiguous=False)
-        tables = moves.tables_of(items, objective)
-        state = moves.state_of(
+        tables = annealing.tables_of(items, objective)
+        state = annealing.state_of(
             items, tables, [random.randrange(items.num_devices) for _ in range(len(items))], 0
         )
         for _ in range(20):
             item, target = random.randrange(len(items)), random.randrange(items.num_devices)
             if target != state.where[item]:
-                moves.shift(tables, state, item, target)
+                annealing.shift(tables, state, item, target)
         loads = loads_of(items, state.where.tolist())
         expected = loads if objective is Objective.FLUSH else loads.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(state.load, expected, atol=1e-9)
-        assert moves.value_now(state) == pytest.approx(value_of(loads, objective))
+        assert annealing.value_now(state) == pytest.approx(value_of(loads, objective))
 
 
 def test_blocks_of_each_level_part_the_items() -> None:

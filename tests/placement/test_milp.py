@@ -22,9 +22,8 @@ from bireme.placement.contraction import (
     simple_bound,
     value_of,
 )
-from bireme.placement.integer.anywhere import solve_any, spreading_bound
-from bireme.placement.integer.contiguous import solve_contiguous
-from bireme.placement.integer.program import IntegerProgram, SolverOutcome, frame_of
+from bireme.placement.integer import solve_any, solve_contiguous, spreading_bound
+from bireme.placement.program import IntegerProgram, SolverOutcome, frame_of
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload, value_by_hand
@@ -152,13 +151,6 @@ def test_a_start_may_number_equal_devices_in_any_way(solve: Solver) -> None:
     for start in ((2, 2, 1, 0), (4, 2, 0, 1), (1, 1, 1, 1), (4, 3, 2, 2)):
         found = solve(items, Objective.THROUGHPUT, time_limit_s=LONG_S, start=start)
         assert found.value == pytest.approx(4.5)
-
-
-@both
-def test_a_start_that_does_not_fit_is_refused(solve: Solver) -> None:
-    items = items_for(solve, chain([1.0, 1.0, 1.0, 1.0], memory=2.0))
-    with pytest.raises(BiremeError, match="does not fit these items"):
-        solve(items, Objective.THROUGHPUT, time_limit_s=LONG_S, start=(0, 0, 0, 1))
 
 
 def test_a_start_that_is_not_contiguous_is_refused_where_it_must_be() -> None:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.units import units_of
-from bireme.placement.of_model.from_model import fleet_of, workload_of
-from bireme.placement.of_model.pieces import Operators
+from bireme.placement.model import fleet_of, workload_of
+from bireme.placement.pieces import Operators
 from bireme.placement.workload import Granularity, Objective
 from bireme.profile.stages import stage_cost
 from tests.support.placed_models import (

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.made_up.graphs import Setting, inception_like, transformer_like
+from bireme.placement import picture
 from bireme.placement.check import check
-from bireme.placement.pages import picture
-from bireme.placement.pages.picture import cells_of, placement_dot
+from bireme.placement.picture import cells_of, placement_dot
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload
 from bireme.placement.workload_file import read_workload, write_workload
 from tests.support.command import Result, bireme

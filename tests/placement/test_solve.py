@@ -8,10 +8,9 @@ import pytest
 
 from bireme.errors import BiremeError
 from bireme.placement.check import check
-from bireme.placement.contiguous.chain import NoSplitFoundError
-from bireme.placement.contiguous.search import Contiguous
-from bireme.placement.pages.table import advice_on
+from bireme.placement.contiguous import Contiguous, NoSplitFoundError
 from bireme.placement.solve import solve
+from bireme.placement.table import advice_on
 from bireme.placement.workload import Edge, Method, Node, Objective, Placement, Request, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, random_workload

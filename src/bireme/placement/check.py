@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from bireme.placement.latency.latency import NodeOrder, latency_of, pieces_of
+from bireme.placement.latency import NodeOrder, latency_of, pieces_of
 from bireme.placement.workload import Objective, Workload, device_names
 
 _SLACK = 2e-12

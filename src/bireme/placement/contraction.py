@@ -10,10 +10,12 @@ not share a device.
 Operators with neither time nor neighbors may go anywhere, so they are merged in both.
 """
 
+import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import networkx
 import numpy as np
@@ -44,7 +46,7 @@ class Ragged:
     values: Integers
 
     @classmethod
-    def of(cls, rows: list[list[int]]) -> "Ragged":
+    def of(cls, rows: Collection[Sequence[int]]) -> "Ragged":
         """The rows of a list of lists."""
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=starts[1:])
@@ -60,15 +62,12 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items:
-    """Items numbered in a topological order: whatever must be before an item has a lower number.
+class PlacedParts:
+    """What goes to one device together, numbered in a topological order: whatever must be before a part has a
+    lower number.
 
-    Times and costs have two columns: 0 is forward work, 1 is backward work. `size` is what an item takes on
-    an accelerator, `supported` whether one can run it; where none can run or hold it, its time on one is 0.
-    `before` are an item's direct predecessors, `after`
-    its direct successors, through forward nodes and through what stands for them; where any placement will
-    do, both are without meaning and empty. `pins` are the items of each net and `nets` the nets of each item.
-    `members[i]` are the places of its nodes in the workload.
+    `members[i]` are the places of its nodes in the workload. `size` is what a part takes on an accelerator.
+    `before` are its direct predecessors, `after` its direct successors.
 
     A device is a number: the accelerators come first, then the CPUs.
     """
@@ -77,12 +76,8 @@ class Items:
     accelerator_time: Floats
     cpu_time: Floats
     size: Floats
-    supported: NDArray[np.bool_]
     before: Ragged
     after: Ragged
-    pins: Ragged
-    nets: Ragged
-    net_cost: Floats
     num_accelerators: int
     num_cpus: int
     accelerator_bytes: float
@@ -99,6 +94,22 @@ class Items:
     def room(self) -> float:
         """The bytes that an accelerator may be given."""
         return room(self.size, self.accelerator_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items(PlacedParts):
+    """Parts whose nodes go together wherever they go.
+
+    Times and costs have two columns: 0 is forward work, 1 is backward work. `supported` is whether an
+    accelerator can run an item; where none can run or hold it, its time on one is 0. `before` and `after` go
+    through forward nodes and through what stands for them; where any placement will do, both are without
+    meaning and empty. `pins` are the items of each net and `nets` the nets of each item.
+    """
+
+    supported: NDArray[np.bool_]
+    pins: Ragged
+    nets: Ragged
+    net_cost: Floats
 
 
 def room(size: Floats, accelerator_bytes: float) -> float:
@@ -147,15 +158,17 @@ def value_of(loads: Floats, objective: Objective) -> float:
     return float(loads.sum(axis=1).max())
 
 
+def placed(items: Items, objective: Objective, where: Sequence[int]) -> FoundPlacement:
+    """A placement with its value, of which nothing is proven."""
+    return FoundPlacement(tuple(where), value_of(loads_of(items, where), objective), 0.0)
+
+
 def fits(items: Items, where: Sequence[int]) -> bool:
     """Whether accelerators can run and hold what they are given."""
-    sizes = np.zeros(items.num_devices)
-    for item, device in enumerate(where):
-        if device < items.num_accelerators:
-            if not items.supported[item]:
-                return False
-            sizes[device] += items.size[item]
-    return bool((sizes <= items.room).all())
+    devices = np.array(where, np.int64)
+    on_accelerator = devices < items.num_accelerators
+    sizes = np.bincount(devices[on_accelerator], items.size[on_accelerator])
+    return bool(items.supported[on_accelerator].all() and (sizes <= items.room).all())
 
 
 # A bound on the value of every placement, contiguous or not, by counting work alone.
@@ -402,15 +415,7 @@ class _Groups:
         walk = walk_in_depth(followers)
         number_of = {group: number for number, group in enumerate(walk)}
         after = [sorted(number_of[target] for target in followers[group]) for group in walk]
-        before: list[list[int]] = [[] for _ in walk]
-        for number, row in enumerate(after):
-            for target in row:
-                before[target].append(number)
-        pins, costs = self._nets(number_of)
-        nets: list[list[int]] = [[] for _ in walk]
-        for net, pinned in enumerate(pins):
-            for pin in pinned:
-                nets[pin].append(net)
+        costs = self._nets(number_of)
         groups = [self.groups[group] for group in walk]
         size = np.array([group.size for group in groups], np.float64)
         supported = np.array([group.supported for group in groups], np.bool_)
@@ -424,18 +429,18 @@ class _Groups:
             cpu_time=np.array([group.cpu_time for group in groups], np.float64).reshape(-1, 2),
             size=size,
             supported=supported,
-            before=Ragged.of(before),
+            before=Ragged.of(turned(after, len(walk))),
             after=Ragged.of(after),
-            pins=Ragged.of([list(row) for row in pins]),
-            nets=Ragged.of(nets),
-            net_cost=np.array(costs, np.float64).reshape(-1, 2),
+            pins=Ragged.of(costs),
+            nets=Ragged.of(turned(costs, len(walk))),
+            net_cost=np.array(list(costs.values()), np.float64).reshape(-1, 2),
             num_accelerators=self.workload.num_accelerators,
             num_cpus=self.workload.num_cpus,
             accelerator_bytes=self.workload.accelerator_bytes,
         )
 
-    def _nets(self, number_of: dict[int, int]) -> tuple[list[tuple[int, ...]], list[list[float]]]:
-        """The pins of each net and what it costs; outputs with the same pins are one net."""
+    def _nets(self, number_of: dict[int, int]) -> dict[tuple[int, ...], list[float]]:
+        """What each net costs, by its pins; outputs with the same pins are one net."""
         pins: dict[int, set[int]] = {}
         of_node = self.workload.costs
         for edge in self.workload.edges:
@@ -448,25 +453,57 @@ class _Groups:
             if len(row) > 1:
                 is_backward = self.workload.nodes[self.places[source]].is_backward
                 costs[tuple(sorted(row))][is_backward] += of_node[source]
-        return list(costs), list(costs.values())
+        return costs
 
 
-def walk_in_depth(followers: dict[int, set[int]]) -> list[int]:
-    """A topological order that goes on with what the last one made possible; the smallest number first."""
+def in_order(followers: Mapping[int, Iterable[int]], key: Callable[[int, int], Any]) -> list[int]:
+    """The topological order that takes, of what can come next, what has the smallest key.
+
+    The key is of the number and of how many came before it when it could come.
+    """
     waiting = dict.fromkeys(followers, 0)
     for targets in followers.values():
         for target in targets:
             waiting[target] += 1
-    ready = sorted((number for number, count in waiting.items() if not count), reverse=True)
-    walk = []
+    ready = [(key(number, 0), number) for number, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
     while ready:
-        number = ready.pop()
-        walk.append(number)
-        for target in sorted(followers[number], reverse=True):
+        number = heapq.heappop(ready)[1]
+        order.append(number)
+        for target in followers[number]:
             waiting[target] -= 1
             if not waiting[target]:
-                ready.append(target)
-    return walk
+                heapq.heappush(ready, (key(target, len(order)), target))
+    return order
+
+
+def walk_in_depth(followers: Mapping[int, Iterable[int]]) -> list[int]:
+    """A topological order that goes on with what the last one made possible; the smallest number first."""
+    return in_order(followers, lambda _, depth: -depth)
+
+
+def turned(rows: Iterable[Iterable[int]], count: int) -> list[list[int]]:
+    """For each number below `count` the rows that have it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for number, row in enumerate(rows):
+        for value in row:
+            found[value].append(number)
+    return found
+
+
+def essential_edges(after: Ragged) -> Integers:
+    """The edges, in rows of two, that no longer path stands for; numbers are in a topological order."""
+    reach = [0] * len(after)
+    edges = []
+    for number in reversed(range(len(after))):
+        followers = after.row(number)
+        farther = 0
+        for follower in followers:
+            farther |= reach[follower]
+        edges += [(number, follower) for follower in followers if not farther >> follower & 1]
+        reach[number] = farther | sum(1 << follower for follower in followers)
+    return np.array(edges[::-1], np.int64).reshape(-1, 2)
 
 
 def circles(followers: dict[int, set[int]]) -> list[list[int]]:

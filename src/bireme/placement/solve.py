@@ -7,16 +7,20 @@ from dataclasses import replace
 from time import monotonic
 
 from bireme.errors import BiremeError
-from bireme.placement.anywhere.search import HAS_SOLVER, Anywhere
+from bireme.placement.anywhere import HAS_SOLVER, Anywhere, greedy
 from bireme.placement.check import check
-from bireme.placement.contiguous.chain import NoSplitFoundError
-from bireme.placement.contiguous.search import MOST_IDEALS, Contiguous, ContiguousSplit, carried_over
+from bireme.placement.contiguous import (
+    MOST_IDEALS,
+    Contiguous,
+    ContiguousSplit,
+    NoSplitFoundError,
+    carried_over,
+)
 from bireme.placement.contraction import FoundPlacement, Items, Weightless, items_of, loads_of, simple_bound
-from bireme.placement.integer.contiguous import solve_contiguous
-from bireme.placement.latency.latency import LatencyFound, latency_lower_bound, latency_of, pieces_of
-from bireme.placement.latency.program import solve_latency
-from bireme.placement.latency.search import search_latency
-from bireme.placement.starts import greedy
+from bireme.placement.integer import solve_contiguous
+from bireme.placement.latency import LatencyFound, latency_lower_bound, latency_of, pieces_of
+from bireme.placement.latency_program import solve_latency
+from bireme.placement.latency_search import search_latency
 from bireme.placement.workload import Method, Objective, Placement, Request, Workload
 
 _TIME_LIMIT_S = 60.0
@@ -200,11 +204,11 @@ class _Solving:
         )
         if not verdict.valid:
             raise BiremeError(verdict.problems[0])
-        bound = (
-            latency_lower_bound(self.workload)
-            if is_latency
-            else self._bounded(FoundPlacement((), verdict.value, 0.0)).lower_bound
-        )
+        if is_latency:
+            bound = latency_lower_bound(self.workload)
+            pieces = self.request.expert_pieces or pieces_of(self.workload, devices)
+        else:
+            bound, pieces = self._bounded(FoundPlacement((), verdict.value, 0.0)).lower_bound, ()
         return Placement(
             self.objective,
             Method.EXPERT,
@@ -213,7 +217,7 @@ class _Solving:
             verdict.value,
             min(bound, verdict.value),
             verdict.loads,
-            pieces=self.request.expert_pieces or pieces_of(self.workload, devices) if is_latency else (),
+            pieces,
         )
 
     def _latency(self) -> Placement:

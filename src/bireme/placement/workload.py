@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 
 from bireme.errors import BiremeError
 
@@ -165,14 +166,20 @@ class Workload:
                 )
 
     def _check_order(self, nodes: dict[int, Node]) -> None:
-        cycle = _a_cycle(self)
-        if cycle:
-            shown = [str(node) for node in cycle[:8]]
-            way = " -> ".join([*shown, "…"] if len(cycle) > 8 else [*shown, shown[0]])
+        order = TopologicalSorter[int]()
+        for edge in self.edges:
+            order.add(edge.target, edge.source)
+        try:
+            order.prepare()
+        except CycleError as error:
+            cycle: list[int] = error.args[1][:-1]
+            first = cycle.index(next(edge.source for edge in self.edges if edge.source in cycle))
+            cycle = [*cycle[first:], *cycle[:first], cycle[first]]
+            way = " -> ".join([*map(str, cycle[:8]), "…"] if len(cycle) > 9 else map(str, cycle))
             raise BiremeError(
                 f"The graph has a cycle, so no order can run it: {nodes[cycle[0]]} waits for itself by way "
                 f"of {way}."
-            )
+            ) from None
 
     def _check_room(self) -> None:
         if self.num_cpus:
@@ -197,16 +204,6 @@ def device_names(workload: Workload) -> tuple[str, ...]:
     """What its devices are called: the accelerators first, then the CPUs."""
     accelerators = (f"acc{number}" for number in range(workload.num_accelerators))
     return (*accelerators, *(f"cpu{number}" for number in range(workload.num_cpus)))
-
-
-def _a_cycle(workload: Workload) -> list[int]:
-    """The ids of nodes that wait for each other in a circle; none where there is no such circle."""
-    import networkx
-
-    graph = networkx.DiGraph((edge.source, edge.target) for edge in workload.edges)
-    if networkx.is_directed_acyclic_graph(graph):
-        return []
-    return [source for source, _ in networkx.find_cycle(graph)]
 
 
 # The noun: a `Placement`, the device of every node of a workload, what it comes to, and what is proven.

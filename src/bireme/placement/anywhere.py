@@ -17,21 +17,27 @@ from time import monotonic
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.placement.anywhere.kernel import AnnealingScratch, Heat, anneal, blocks_of
-from bireme.placement.contiguous.search import ContiguousSplit, carried_over
+from bireme.placement.annealing import (
+    AnnealingScratch,
+    Heat,
+    MoveTables,
+    anneal,
+    blocks_of,
+    overflow,
+    state_of,
+    tables_of,
+)
+from bireme.placement.contiguous import ContiguousSplit, carried_over, cut_chain
 from bireme.placement.contraction import (
     FoundPlacement,
     Items,
     Weightless,
     fits,
     items_of,
-    loads_of,
+    placed,
     simple_bound,
-    value_of,
 )
-from bireme.placement.integer.anywhere import solve_any
-from bireme.placement.moves import MoveTables, overflow, state_of, tables_of
-from bireme.placement.starts import greedy, random_start
+from bireme.placement.integer import solve_any
 from bireme.placement.workload import Objective, Workload
 
 # Good placements soon, where any placement will do: simulated annealing from simple starts.
@@ -111,16 +117,12 @@ def _starts(
     items: Items, objective: Objective, start: Sequence[int] | None, seed: int
 ) -> list[FoundPlacement]:
     """A random placement, the greedy split of the items in their order, and what was given."""
-    starts = [_found(items, objective, random_start(items, Random(seed)))]
+    starts = [placed(items, objective, random_start(items, Random(seed)))]
     with suppress(BiremeError):
         starts.append(greedy(items, objective))
     if start is not None:
-        starts.append(_found(items, objective, start))
+        starts.append(placed(items, objective, start))
     return starts
-
-
-def _found(items: Items, objective: Objective, where: Sequence[int]) -> FoundPlacement:
-    return FoundPlacement(tuple(where), value_of(loads_of(items, where), objective), 0.0)
 
 
 def _best_that_fits(items: Items, candidates: Sequence[FoundPlacement]) -> FoundPlacement | None:
@@ -179,7 +181,7 @@ def _search(
     with ThreadPoolExecutor(_NUM_TRACKS) as pool:
         runs = [pool.submit(track.run, pace) for track in tracks]
         try:
-            return [_found(items, objective, run.result()) for run in runs]
+            return [placed(items, objective, run.result()) for run in runs]
         finally:
             # Reached early only by an interruption: the tracks then end without their time.
             pace.is_stopped = True
@@ -278,19 +280,12 @@ class Anywhere:
             seed=self.seed,
             num_moves=num_moves,
         )
-        bound = simple_bound(self.items, self.objective)
-        return replace(found, lower_bound=min(found.value, max(bound, start.lower_bound if start else 0.0)))
+        return _bounded(found, start)
 
     def solved(self, start: FoundPlacement | None, seconds: float) -> FoundPlacement:
         """What the integer program makes of a placement."""
-        found = solve_any(
-            self.items,
-            self.objective,
-            time_limit_s=max(0.1, seconds),
-            start=None if start is None else start.where,
-        )
-        bound = max(found.lower_bound, start.lower_bound if start else 0.0)
-        return replace(found, lower_bound=min(bound, found.value))
+        where, seconds = None if start is None else start.where, max(0.1, seconds)
+        return _bounded(solve_any(self.items, self.objective, time_limit_s=seconds, start=where), start)
 
     def best(self) -> FoundPlacement:
         """The best placement that the time allows; raises where none fits."""
@@ -322,6 +317,12 @@ class Anywhere:
             return start
 
 
+def _bounded(found: FoundPlacement, start: FoundPlacement | None) -> FoundPlacement:
+    """A placement with the higher one of its bound and of its start's."""
+    bound = max(found.lower_bound, start.lower_bound if start else 0.0)
+    return replace(found, lower_bound=min(bound, found.value))
+
+
 def _exact_items(workload: Workload) -> Items:
     """Items of which the best placement is the best of the workload; operators without time merged if so."""
     joined = items_of(workload, contiguous=False, weightless=Weightless.JOIN)
@@ -329,3 +330,42 @@ def _exact_items(workload: Workload) -> Items:
     if np.array_equal(bare.size, joined.size) or joined.size.sum() <= joined.accelerator_bytes:
         return joined
     return items_of(workload, contiguous=False, weightless=Weightless.STAY)
+
+
+# Placements that searches begin with: a random one, and the best cut by times alone.
+#
+# Neither proves a bound.
+
+
+def random_start(items: Items, random: Random) -> tuple[int, ...]:
+    """Each item on an accelerator drawn from those that have room for it, else on a CPU.
+
+    Where there is neither, on the emptiest accelerator, so what comes of it may not fit. Large items draw
+    first.
+    """
+    left = [items.room] * items.num_accelerators
+    cpus = range(items.num_accelerators, items.num_devices)
+    where = [0] * len(items)
+    order = list(range(len(items)))
+    random.shuffle(order)
+    for item in sorted(order, key=lambda item: -items.size[item]):
+        roomy = [device for device, room in enumerate(left) if items.size[item] <= room]
+        if roomy and items.supported[item]:
+            where[item] = random.choice(roomy)
+        elif cpus:
+            where[item] = random.choice(cpus)
+        else:
+            where[item] = left.index(max(left))
+        if where[item] < len(left):
+            left[where[item]] -= items.size[item]
+    return tuple(where)
+
+
+def greedy(items: Items, objective: Objective) -> FoundPlacement:
+    """The cut of the items in their order that is best by times alone.
+
+    What moves between devices is paid but not looked at. Raises `BiremeError` where no cut of this order
+    fits. The split is contiguous where the items are numbered topologically.
+    """
+    still = replace(items, net_cost=np.zeros_like(items.net_cost))
+    return placed(items, objective, cut_chain(still, Objective.THROUGHPUT).where)

@@ -15,22 +15,18 @@ numbers that the solver's tolerances are made for.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+from itertools import combinations, pairwise
 
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.placement.contraction import Floats, Integers, Ragged
-from bireme.placement.integer.program import Columns, IntegerProgram, SolverOutcome
-from bireme.placement.latency.latency import (
-    LatencyFound,
-    LatencySteps,
-    latency_lower_bound,
-    latency_of,
-    steps_of,
-)
-from bireme.placement.workload import Workload
+from bireme.placement.check import check
+from bireme.placement.contraction import Floats, Integers, Ragged, essential_edges
+from bireme.placement.latency import LatencyFound, LatencySteps, latency_lower_bound, latency_of, steps_of
+from bireme.placement.program import IntegerProgram, SolverOutcome, beside
+from bireme.placement.workload import Objective, Workload
 
 _SCALE = 100.0
 """What the largest latency and the memory of an accelerator are in the program."""
@@ -58,7 +54,7 @@ class _LatencyProgram:
         self.most = window.most * self.unit * (1 + _SLACK_IN_PROGRAM)
         self.accelerator_time = steps.accelerator_time * self.unit
         self.cpu_time = steps.cpu_time * self.unit
-        self.edges = _essential_edges(steps)
+        self.edges = essential_edges(steps.after)
         self.nets = _nets_of(steps, self.edges, self.unit)
         self.is_barred = ~steps.can_accelerate[steps.family]
         self.least = np.minimum(
@@ -118,68 +114,46 @@ class _LatencyProgram:
     def _add_order(self) -> None:
         """Where a step can be, and that it is not before what it needs."""
         add, opens, closes = self.program.add_rows, self.opens, self.closes
-        num_places = self.num_places
-        _add_ordered(self.program, opens, closes)
+        self.program.less(opens, closes)
         forced = self.is_forced
-        _add_ordered(self.program, closes[~forced, :-1], opens[~forced, 1:])
+        self.program.less(closes[~forced, :-1], opens[~forced, 1:])
         # What must be in a piece opens where the one before it closes.
-        between = np.stack([closes[forced, :-1], opens[forced, 1:]], axis=-1).reshape(-1, 2)
-        add(between, [-1, 1], lower=0.0, upper=0.0)
+        add(beside(closes[forced, :-1], opens[forced, 1:]), [-1, 1], lower=0.0, upper=0.0)
         held = np.concatenate([closes, opens, self.accelerates[:, np.newaxis]], axis=1)
-        add(held, [1.0] * num_places + [-1.0] * num_places + [-1.0], lower=0.0, upper=0.0)
+        add(held, np.repeat([1.0, -1.0], [self.num_places, self.num_places + 1]), lower=0.0, upper=0.0)
         sources, users = self.edges.T
-        _add_ordered(self.program, opens[users], opens[sources])
-        _add_ordered(self.program, closes[users], closes[sources])
+        self.program.less(opens[users], opens[sources])
+        self.program.less(closes[users], closes[sources])
 
     def _add_moves(self) -> None:
         """An output moves into a piece that uses it and has not made it, and out of the other way round."""
         nets, users = self.nets.pair_net, self.nets.pair_user
         sources = self.nets.source[nets]
         ends = [self.closes[users], self.opens[users], self.closes[sources], self.opens[sources]]
-        inward = np.stack([self.moves_in[nets], *ends], axis=-1).reshape(-1, 5)
-        self.program.add_rows(inward, [1, -1, 1, 1, -1], lower=0.0)
-        outward = np.stack([self.moves_out[nets], *ends], axis=-1).reshape(-1, 5)
-        self.program.add_rows(outward, [1, 1, -1, -1, 1], lower=0.0)
-        for place in range(self.num_places):
-            columns = [
-                self.durations[[place]],
-                self.closes[:, place],
-                self.opens[:, place],
-                self.moves_in[:, place],
-                self.moves_out[:, place],
-            ]
-            time, cost = self.accelerator_time, self.nets.cost
-            coefficients = np.concatenate([[1.0], -time, time, -cost, -cost])
-            self.program.add_rows(
-                np.concatenate(columns)[np.newaxis], coefficients[np.newaxis], lower=0.0, upper=0.0
-            )
+        self.program.add_rows(beside(self.moves_in[nets], *ends), [1, -1, 1, 1, -1], lower=0.0)
+        self.program.add_rows(beside(self.moves_out[nets], *ends), [1, 1, -1, -1, 1], lower=0.0)
+        time, cost = self.accelerator_time, self.nets.cost
+        columns = [self.durations[np.newaxis], self.closes, self.opens, self.moves_in, self.moves_out]
+        coefficients = np.concatenate([[1.0], -time, time, -cost, -cost])
+        self.program.add_rows(np.concatenate(columns).T, coefficients, lower=0.0, upper=0.0)
 
     def _add_times(self) -> None:
         """When pieces start and steps are done."""
         add, done, most = self.program.add_rows, self.done, self.most
-        shape = (len(self.steps), self.num_places)
         sources, users = self.edges.T
         if len(self.edges):
-            columns = np.stack([done[users], done[sources], self.accelerates[users]], axis=-1)
             times = self.cpu_time[users]
-            add(columns, _beside([1.0, -1.0], times), lower=times)
-        add(np.stack([done, self.accelerates], axis=-1), _beside([1.0], self.cpu_time), lower=self.cpu_time)
+            columns = beside(done[users], done[sources], self.accelerates[users])
+            add(columns, beside(1.0, -1.0, times), lower=times)
+        add(beside(done, self.accelerates), beside(1.0, self.cpu_time), lower=self.cpu_time)
         # A piece's end counts for the steps in it; elsewhere the row holds by their earliest end.
-        spare = (most - self.heads - self.least).clip(min=0.0)
-        starts = np.broadcast_to(self.starts, shape)
-        durations = np.broadcast_to(self.durations, shape)
-        dones = np.broadcast_to(done[:, np.newaxis], shape)
-        columns = np.stack([dones, starts, durations, self.closes, self.opens], axis=-1).reshape(-1, 5)
-        spares = np.repeat(spare, self.num_places)
-        add(columns, np.stack([*_ones(spares, 1, -1, -1), -spares, spares], axis=-1), lower=-spares)
-        dones = np.broadcast_to(done[self.nets.source][:, np.newaxis], self.moves_in.shape)
-        starts = np.broadcast_to(self.starts, self.moves_in.shape)
-        columns = np.stack([starts, dones, self.moves_in], axis=-1).reshape(-1, 3)
+        spares = np.repeat((most - self.heads - self.least).clip(min=0.0), self.num_places)
+        columns = beside(done[:, np.newaxis], self.starts, self.durations, self.closes, self.opens)
+        add(columns, beside(1.0, -1.0, -1.0, -spares, spares), lower=-spares)
+        columns = beside(self.starts, done[self.nets.source][:, np.newaxis], self.moves_in)
         add(columns, [1.0, -1.0, -most], lower=-most)
-        ends = np.stack([np.broadcast_to(self.latency, done.shape), done], axis=-1)
-        add(ends, [1.0, -1.0], lower=0.0)
-        latencies = np.broadcast_to(self.latency, self.starts.shape)
-        add(np.stack([latencies, self.starts, self.durations], axis=-1), [1, -1, -1], lower=0.0)
+        self.program.less(done, self.latency)
+        add(beside(self.latency, self.starts, self.durations), [1, -1, -1], lower=0.0)
 
     def _add_paths(self) -> None:
         """`path`: the longest way to a step's end that counts of each piece only what lies on it.
@@ -189,12 +163,10 @@ class _LatencyProgram:
         """
         shorter = self.accelerator_time - self.cpu_time
         add = self.program.add_rows
-        add(np.stack([self.path, self.accelerates], axis=-1), _beside([1.0], -shorter), lower=self.cpu_time)
-        add(np.stack([self.done, self.path], axis=-1), [1.0, -1.0], lower=0.0)
+        add(beside(self.path, self.accelerates), beside(1.0, -shorter), lower=self.cpu_time)
+        self.program.less(self.path, self.done)
+        add(beside(self.latency, self.path), [1.0, -1.0], lower=self.tails)
         of_users = {(int(self.nets.source[net]), user): net for net, user in self.nets.alone()}
-        latency, tails = self.latency[0], self.tails
-        for step in range(len(self.steps)):
-            add([[latency, self.path[step]]], [[1.0, -1.0]], lower=tails[step])
         for source, user in self.edges.tolist():
             columns = [self.path[user], self.path[source], self.accelerates[user]]
             coefficients = [1.0, -1.0, -shorter[user]]
@@ -206,31 +178,28 @@ class _LatencyProgram:
 
     def _add_families(self) -> None:
         """Families share an accelerator, and accelerators hold what they are given."""
-        steps, num_places = self.steps, self.num_places
-        pairs = [
-            pair for number in range(len(steps.families)) for pair in pairwise(steps.families.row(number))
-        ]
+        steps = self.steps
+        rows = map(steps.families.row, range(len(steps.families)))
+        pairs = [pair for row in rows for pair in pairwise(row)]
         limited = steps.room < float(steps.size.sum())
         sizes = steps.size * (_SCALE / steps.room if steps.room > 0 else 1.0)
         most = _SCALE if steps.room > 0 else 0.0
         if pairs and self.num_pieces == 1:
             one, other = np.array(pairs).T
-            ends = [self.closes[one], self.opens[one], self.closes[other], self.opens[other]]
-            together = np.stack(ends, axis=-1).reshape(-1, 4)
-            self.program.add_rows(together, [1, -1, -1, 1], lower=0.0, upper=0.0)
+            ends = (self.closes[one], self.opens[one], self.closes[other], self.opens[other])
+            self.program.add_rows(beside(*ends), [1, -1, -1, 1], lower=0.0, upper=0.0)
         if limited:
-            for place in range(num_places):
-                columns = np.concatenate([self.closes[:, place], self.opens[:, place]])
-                self.program.add_rows([columns], [np.concatenate([sizes, -sizes])], upper=most)
+            held = np.concatenate([self.closes, self.opens]).T
+            self.program.add_rows(held, np.concatenate([sizes, -sizes]), upper=most)
         if self.num_pieces > 1:
             self._add_homes()
-            for accelerator in range(steps.num_accelerators if limited else 0):
+            if limited:
                 of_families = np.bincount(steps.family, weights=sizes, minlength=len(steps.families))
-                self.program.add_rows([self.family_homes[:, accelerator]], [of_families], upper=most)
+                self.program.add_rows(self.family_homes.T, of_families, upper=most)
 
     def _add_homes(self) -> None:
         """Each place in the line is one of its accelerator's pieces, which run one after the other."""
-        steps, homes, add = self.steps, self.homes, self.program.add_rows
+        homes, add = self.homes, self.program.add_rows
         num_places, num_accelerators = homes.shape
         add(homes, 1.0, lower=1.0, upper=1.0)
         add(homes.T, 1.0, lower=self.num_pieces, upper=self.num_pieces)
@@ -239,33 +208,16 @@ class _LatencyProgram:
             for accelerator in range(1, num_accelerators):
                 earlier = homes[:place, accelerator - 1].tolist()
                 add([[homes[place, accelerator], *earlier]], [[1.0] + [-1.0] * len(earlier)], upper=0.0)
-        for later in range(num_places):
-            for earlier_place in range(later):
-                columns = np.array(
-                    [
-                        [
-                            self.starts[later],
-                            self.starts[earlier_place],
-                            self.durations[earlier_place],
-                            homes[later, accelerator],
-                            homes[earlier_place, accelerator],
-                        ]
-                        for accelerator in range(num_accelerators)
-                    ]
-                )
-                add(columns, [1.0, -1.0, -1.0, -self.most, -self.most], lower=-2 * self.most)
-        for step, family in enumerate(steps.family.tolist()):
-            total = np.concatenate([self.family_homes[family], self.accelerates[[step]]])
-            add([total], [[1.0] * num_accelerators + [-1.0]], lower=0.0, upper=0.0)
-            for place in range(num_places):
-                at = [self.closes[step, place], self.opens[step, place]]
-                columns = np.array(
-                    [
-                        [self.family_homes[family, accelerator], *at, homes[place, accelerator]]
-                        for accelerator in range(num_accelerators)
-                    ]
-                )
-                add(columns, [1.0, -1.0, 1.0, -1.0], lower=-1.0)
+        for earlier_place, later in combinations(range(num_places), 2):
+            starts = self.starts[later], self.starts[earlier_place], self.durations[earlier_place]
+            columns = beside(*starts, homes[later], homes[earlier_place])
+            add(columns, [1.0, -1.0, -1.0, -self.most, -self.most], lower=-2 * self.most)
+        of_steps = self.family_homes[self.steps.family]
+        total = np.concatenate([of_steps, self.accelerates[:, np.newaxis]], axis=1)
+        add(total, np.append(np.ones(num_accelerators), -1.0), lower=0.0, upper=0.0)
+        ends = (self.closes[:, :, np.newaxis], self.opens[:, :, np.newaxis])
+        columns = beside(of_steps[:, np.newaxis], *ends, homes[np.newaxis])
+        add(columns, [1.0, -1.0, 1.0, -1.0], lower=-1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,34 +249,6 @@ def _nets_of(steps: LatencySteps, edges: Integers, unit: float) -> _Nets:
     pairs = [(net, user) for net, row in enumerate(rows) for user in row]
     in_pairs = np.array(pairs, np.int64).reshape(-1, 2)
     return _Nets(np.array(sources, np.int64), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
-
-
-def _essential_edges(steps: LatencySteps) -> Integers:
-    """The edges, in rows of two, that no longer path stands for; order and times need no others."""
-    reach = [0] * len(steps)
-    edges = []
-    for step in range(len(steps) - 1, -1, -1):
-        farther = 0
-        users = steps.after.row(step)
-        for user in users:
-            farther |= reach[user]
-        edges += [(step, user) for user in users if not farther >> user & 1]
-        reach[step] = farther | sum(1 << user for user in users)
-    return np.array(edges[::-1], np.int64).reshape(-1, 2)
-
-
-def _add_ordered(program: IntegerProgram, small: Columns, large: Columns) -> None:
-    """No entry of the first is above its counterpart in the second."""
-    program.add_rows(np.stack([large, small], axis=-1).reshape(-1, 2), [1.0, -1.0], lower=0.0)
-
-
-def _ones(like: Floats, *signs: float) -> list[Floats]:
-    return [np.full(len(like), sign) for sign in signs]
-
-
-def _beside(constants: list[float], numbers: Floats) -> Floats:
-    """Rows of the same constants, each with one of the numbers at its end."""
-    return np.stack([*_ones(numbers, *constants), numbers], axis=-1)
 
 
 # Between a placement and a solution of the integer program for the shortest latency: there and back.
@@ -384,10 +308,7 @@ def _stand_in_line(
         needs[job] |= {jobs[other] for other in steps.before.row(step)} - {job}
         if job[0] != _ON_CPU:
             needs[job] |= {other for other in needs if other[0] == job[0] and other[1] < job[1]}
-    order: dict[tuple[int, int], None] = {}
-    while len(order) < len(needs):
-        order.update(dict.fromkeys(job for job in needs if job not in order and needs[job] <= order.keys()))
-    in_line = [job for job in order if job[0] != _ON_CPU]
+    in_line = [job for job in TopologicalSorter(needs).static_order() if job[0] != _ON_CPU]
     names = list(dict.fromkeys(device for device, _ in in_line))
     names += [device for device in range(steps.num_accelerators) if device not in names]
     homes = [names.index(device) for device, _ in in_line]
@@ -455,11 +376,7 @@ _TOLERANCE = 1e-6
 
 
 def solve_latency(
-    workload: Workload,
-    *,
-    num_pieces: int = 1,
-    time_limit_s: float,
-    start: LatencyFound | None = None,
+    workload: Workload, *, num_pieces: int = 1, time_limit_s: float, start: LatencyFound | None = None
 ) -> LatencyFound:
     """The placement with the shortest latency, up to `num_pieces` pieces on each accelerator.
 
@@ -467,41 +384,39 @@ def solve_latency(
     or when time is over.
     """
     steps = steps_of(workload)
-    known = _checked(workload, num_pieces, start)
+    known = None if start is None else _checked(workload, num_pieces, start)
     least = latency_lower_bound(workload)
     if least == math.inf:
         raise _nothing_fits(workload, num_pieces)
     if known is not None and known.value <= least:
-        return LatencyFound(known.devices, known.pieces, known.value, min(least, known.value))
+        return replace(known, lower_bound=known.value)
     window = _LatencyWindow(least, _longest(steps) if known is None else known.value)
     program = _LatencyProgram(steps, num_pieces, window)
     solution = None if known is None else _solution(workload, program, known)
     solved = program.program.solve(time_limit_s=time_limit_s, start=solution)
-    better = None if solved.values is None else _found(workload, steps, _line_of(program, solved.values))
-    if known is None and better is None:
+    found = [] if known is None else [known]
+    if solved.values is not None:
+        better = _found(workload, steps, num_pieces, _line_of(program, solved.values))
+        found += [] if better is None else [better]
+    if not found:
         if solved.outcome is SolverOutcome.INFEASIBLE:
             raise _nothing_fits(workload, num_pieces)
         raise BiremeError(
             f"No placement was found within {time_limit_s:g} s. Raise the time limit, or begin with what a "
             "search has found."
         )
-    best = min((found for found in (known, better) if found is not None), key=lambda found: found.value)
+    best = min(found, key=lambda one: one.value)
     bound = best.value if solved.outcome is SolverOutcome.INFEASIBLE else solved.bound / program.unit
     bound = max(least, bound * (1 - _TOLERANCE))
-    return LatencyFound(best.devices, best.pieces, best.value, min(bound, best.value))
+    return replace(best, lower_bound=min(bound, best.value))
 
 
-def _checked(workload: Workload, num_pieces: int, start: LatencyFound | None) -> LatencyFound | None:
+def _checked(workload: Workload, num_pieces: int, start: LatencyFound) -> LatencyFound:
     """The start, with the value that it really has."""
-    if start is None:
-        return None
-    report = latency_of(workload, start.devices, start.pieces)
-    reason = report.reason
-    if reason is None and max(start.pieces) >= num_pieces:
-        reason = f"It has {max(start.pieces) + 1} pieces on an accelerator, and {num_pieces} are allowed."
-    if reason is not None:
-        raise BiremeError(f"The placement to begin with cannot run. {reason}")
-    return LatencyFound(start.devices, start.pieces, report.latency, start.lower_bound)
+    verdict = check(workload, start.devices, Objective.LATENCY, num_pieces=num_pieces, pieces=start.pieces)
+    if not verdict.valid:
+        raise BiremeError(f"The placement to begin with cannot run. {verdict.problems[0]}")
+    return replace(start, value=verdict.value)
 
 
 def _nothing_fits(workload: Workload, num_pieces: int) -> BiremeError:
@@ -529,8 +444,10 @@ def _solution(workload: Workload, program: _LatencyProgram, known: LatencyFound)
     return _solution_of(program, line, [finish[places[0]] for places in steps.members])
 
 
-def _found(workload: Workload, steps: LatencySteps, line: _LinePlacement) -> LatencyFound | None:
+def _found(
+    workload: Workload, steps: LatencySteps, num_pieces: int, line: _LinePlacement
+) -> LatencyFound | None:
     """The placement for nodes; none where the solver's rounding was too coarse for it to run."""
     devices, pieces = steps.spread(line.devices(steps)), steps.spread(line.pieces())
-    report = latency_of(workload, devices, pieces)
-    return LatencyFound(devices, pieces, report.latency, 0.0) if report.reason is None else None
+    verdict = check(workload, devices, Objective.LATENCY, num_pieces=num_pieces, pieces=pieces)
+    return LatencyFound(devices, pieces, verdict.value, 0.0) if verdict.valid else None

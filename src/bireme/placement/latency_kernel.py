@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.placement.contraction import Floats, Integers
-from bireme.placement.latency.latency import LatencySteps
+from bireme.placement.latency import LatencySteps
 
 # The arrays that the compiled loops of the search for a short latency work on.
 #

@@ -16,7 +16,7 @@ from pathlib import Path
 from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
-from bireme.placement.pages.table import number_text
+from bireme.placement.table import number_text
 from bireme.placement.workload import Placement, Workload, device_names
 from bireme.report import palette
 from bireme.report.shapes import fitted, printable
@@ -280,26 +280,25 @@ class _View:
         times = sorted(part.time for cell in self.graph.cells for part in cell.parts if part.time > 0)
         return times[int(0.95 * (len(times) - 1))] if times else 1.0
 
+    def _hue(self, device: int) -> tuple[int, int]:
+        """The hue of a device, and which of its shades."""
+        number = device - self.workload.num_accelerators
+        if number >= 0:
+            return _CPU_HUE, number
+        turn, place = divmod(device, len(_ACCELERATOR_HUES))
+        return _ACCELERATOR_HUES[place], turn
+
     def fill(self, device: int, *, is_backward: bool) -> str:
         """The colour of a device; past the first few, it fades into a second one."""
-        number = device - self.workload.num_accelerators
-        hue, variant = _CPU_HUE, number
-        if number < 0:
-            hue, variant = (
-                _ACCELERATOR_HUES[device % len(_ACCELERATOR_HUES)],
-                device // len(_ACCELERATOR_HUES),
-            )
+        hue, variant = self._hue(device)
         fill = palette.hex_of(palette.fill(hue, Kind.BACKWARD if is_backward else Kind.FORWARD))
         second = (None, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT)[variant % 3]
         return fill if second is None else f"{fill}:{palette.hex_of(palette.fill(hue, second))}"
 
     def ink(self, device: int, *, is_backward: bool) -> str:
         """The colour of text on it."""
-        hue = _CPU_HUE
-        if device < self.workload.num_accelerators:
-            hue = _ACCELERATOR_HUES[device % len(_ACCELERATOR_HUES)]
-        kind = Kind.BACKWARD if is_backward else Kind.FORWARD
-        return palette.hex_of(palette.on(palette.fill(hue, kind)))
+        hue, _ = self._hue(device)
+        return palette.hex_of(palette.on(palette.fill(hue, Kind.BACKWARD if is_backward else Kind.FORWARD)))
 
 
 def _legend(view: _View) -> Iterator[str]:

@@ -1,23 +1,22 @@
-"""The dynamic program over ideals: the best contiguous split, exactly.
+"""All ideals of the order of some items: the sets that hold, with an item, everything that is before it.
 
-An ideal is what the first devices of the line have together; the next device takes the difference to a larger
-one. So the best split of an ideal over so many devices follows from those of all ideals inside it. Only
-splits below a limit are looked for, that of the best split known before, and where none is found that one
-was the best.
+They are numbered by their size, the empty one first and the whole one last, and joined into a lattice: from
+each ideal a way leads down for every item that can be taken out of it. The ways of an ideal are in the order
+of their items.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bireme.cluster.machine import num_cores
 from bireme.compiled import compiled
-from bireme.placement.contiguous.ideals import Lattice, Narrow, SplitLimits, flush_by_limits
 from bireme.placement.contraction import (
     SLACK,
     Floats,
@@ -25,10 +24,258 @@ from bireme.placement.contraction import (
     Integers,
     Items,
     loads_of,
+    placed,
     simple_bound,
-    value_of,
 )
 from bireme.placement.workload import Objective
+
+# The sum of two maxima, by one maximum under a limit on the other.
+#
+# Of all splits whose largest forward load is below a limit, the one with the smallest largest backward load
+# is taken; then the limit goes down to its own forward load, and so on. Every best pair is met on the way,
+# and the way ends as soon as no pair that is left can have a smaller sum.
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLimits:
+    """What a split must stay below: every device's forward load, and the value that is made small."""
+
+    forward: float = math.inf
+    value: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitSteps:
+    """Where the way ended: the best split, None where there is none, and a bound that no split is below."""
+
+    where: tuple[int, ...] | None
+    lower_bound: float
+
+
+def flush_by_limits(
+    items: Items,
+    smallest_backward: Callable[[SplitLimits], tuple[int, ...] | None],
+    *,
+    forward_bound: float = 0.0,
+    start: tuple[int, ...] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> _SplitSteps:
+    """The split with the smallest sum of the two maxima.
+
+    `smallest_backward` finds the split of the smallest largest backward load within limits, and None where
+    there is none; `forward_bound` is a forward load that some device has in every split. `start` is a split
+    to be better than. Once `is_over` says so the way ends early; an answer of `smallest_backward` that came
+    in after that is not used, as it may have been cut short.
+    """
+    best, best_sum = start, math.inf if start is None else sum(_maxima(items, start))
+    limit, backward_bound = math.inf, 0.0
+    while forward_bound < limit and forward_bound + backward_bound < best_sum:
+        found = smallest_backward(SplitLimits(limit, best_sum - forward_bound))
+        if is_over():
+            return _SplitSteps(best, min(best_sum, forward_bound + backward_bound))
+        if found is None:
+            break
+        forward, backward_bound = _maxima(items, found)
+        if forward + backward_bound < best_sum:
+            best, best_sum = found, forward + backward_bound
+        # The next one is really below this one, whatever the last digit of a sum in another order is.
+        limit = min(forward, limit) * (1 - 1e-12)
+    return _SplitSteps(best, best_sum)
+
+
+def _maxima(items: Items, where: tuple[int, ...]) -> tuple[float, float]:
+    forward, backward = loads_of(items, where).max(axis=0).tolist()
+    return forward, backward
+
+
+Bits = NDArray[np.uint64]
+
+Narrow = NDArray[np.int32]
+"""Whole numbers in tables of millions of them."""
+
+_MOST_AT_ONCE = 4096
+"""Ideals that grow between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lattice:
+    """The ideals as rows of bits. The ways down of ideal `i` are `starts[i]` to `starts[i + 1]`: the items
+    that can be taken out, and the ideals that are left. `levels[n]` is the first ideal of `n` items."""
+
+    bits: Bits
+    starts: NDArray[np.int64]
+    taken: Narrow
+    below: Narrow
+    levels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def sums(self, weight: Floats) -> Floats:
+        """What the items of each ideal weigh together."""
+        sums = np.zeros(len(self))
+        for begin, end in zip(self.levels[1:-1], self.levels[2:], strict=True):
+            way = self.starts[begin:end]
+            sums[begin:end] = sums[self.below[way]] + weight[self.taken[way]]
+        return sums
+
+    def between(self, upper: int, lower: int) -> list[int]:
+        """The items of one ideal that are not in the other."""
+        rest = (self.bits[upper] & ~self.bits[lower]).view(np.uint8)
+        places: list[int] = np.unpackbits(rest, bitorder="little").nonzero()[0].tolist()
+        return places
+
+
+def lattice_of(items: Items, most: int, is_over: Callable[[], bool] = lambda: False) -> Lattice | None:
+    """The lattice of the items' ideals, or None where there are more than `most` or `is_over` says so."""
+    if 2.0 ** min(_widest(items), 1000) > most:
+        return None
+    count = len(items)
+    # Each item's share of a set's hash; fixed, so that a run can be repeated.
+    shares = np.random.default_rng(0x2B3A).integers(1, 2**63 - 1, count, dtype=np.int64)
+    growth = _first_ideal(items, most)
+    before, after = items.before, items.after
+    num_done, num_ideals, num_ways = 0, 1, 0
+    while num_done < num_ideals:
+        _grow(growth, before.starts, before.values, after.starts, after.values, shares, most)
+        is_full = num_done == growth.counts[0]
+        num_done, num_ideals, num_ways = growth.counts.tolist()
+        if num_ideals > most or is_full or is_over():
+            return None
+    children, taken = growth.children[:num_ways], growth.taken[:num_ways]
+    order = np.lexsort((taken, children))
+    starts = np.searchsorted(children[order], np.arange(num_ideals + 1))
+    levels = np.searchsorted(growth.sizes[:num_ideals], np.arange(count + 2))
+    return Lattice(
+        growth.bits[:num_ideals],
+        starts.astype(np.int64),
+        taken[order],
+        growth.parents[:num_ways][order],
+        levels.astype(np.int64),
+    )
+
+
+def _widest(items: Items) -> int:
+    """How many items have the same depth: none of them is before another, so each set of them is an ideal."""
+    depths = np.zeros(len(items), np.int64)
+    for item in range(len(items)):
+        depths[item] = max((depths[other] + 1 for other in items.before.row(item)), default=0)
+    return int(np.bincount(depths).max())
+
+
+class _Growth(NamedTuple):
+    """The ideals so far, and the ways from `parents` to `children`, in tables with room for all of them.
+
+    `counts` are how many ideals have grown, how many there are, and how many ways. `ready` are the items that
+    can come next. `slots` has the ideals by their `hashes`, each as its number plus 1. What is not used of a
+    table takes no memory.
+    """
+
+    bits: Bits
+    ready: Bits
+    hashes: NDArray[np.int64]
+    sizes: Narrow
+    slots: Narrow
+    children: Narrow
+    taken: Narrow
+    parents: Narrow
+    counts: Integers
+
+
+def _first_ideal(items: Items, most: int) -> _Growth:
+    """The empty one. If there are no more than `most` ideals, each grows by one of log₂(`most`) at most."""
+    num_ideals, num_words = most + len(items) + 1, (len(items) + 63) // 64
+    num_ways = num_ideals * most.bit_length() + len(items)
+    growth = _Growth(
+        bits=np.zeros((num_ideals, num_words), np.uint64),
+        ready=np.zeros((num_ideals, num_words), np.uint64),
+        hashes=np.zeros(num_ideals, np.int64),
+        sizes=np.zeros(num_ideals, np.int32),
+        slots=np.zeros(1 << (4 * num_ideals).bit_length(), np.int32),
+        children=np.empty(num_ways, np.int32),
+        taken=np.empty(num_ways, np.int32),
+        parents=np.empty(num_ways, np.int32),
+        counts=np.array([0, 1, 0], np.int64),
+    )
+    growth.slots[0] = 1
+    for item in np.flatnonzero(np.diff(items.before.starts) == 0).tolist():
+        growth.ready[0, item >> 6] |= np.uint64(1 << (item & 63))
+    return growth
+
+
+@compiled
+def _grow(
+    growth: _Growth,
+    before_starts: Integers,
+    before: Integers,
+    after_starts: Integers,
+    after: Integers,
+    shares: NDArray[np.int64],
+    most: int,
+) -> None:
+    """Some ideals grow by every item that can come next, while there is room and are no more than `most`."""
+    one = np.uint64(1)
+    bits, ready, hashes, sizes, slots = growth.bits, growth.ready, growth.hashes, growth.sizes, growth.slots
+    children, taken, parents = growth.children, growth.taken, growth.parents
+    ideal, num_ideals, num_ways = growth.counts[0], growth.counts[1], growth.counts[2]
+    num_items, num_words = len(shares), bits.shape[1]
+    end = ideal + _MOST_AT_ONCE
+    while ideal < min(end, num_ideals) and num_ideals <= most and num_ways + num_items <= len(children):
+        for word in range(num_words):
+            candidates = ready[ideal, word]
+            for bit in range(64 if candidates else 0):
+                if not candidates >> np.uint64(bit) & one:
+                    continue
+                item = 64 * word + bit
+                grown = bits[ideal, word] | (one << np.uint64(item & 63))
+                key = hashes[ideal] ^ shares[item]
+                slot = key & (len(slots) - 1)
+                child = slots[slot] - 1
+                while child >= 0:
+                    if hashes[child] == key and bits[child, word] == grown:
+                        is_same = True
+                        for other_word in range(num_words):
+                            if other_word != word and bits[child, other_word] != bits[ideal, other_word]:
+                                is_same = False
+                                break
+                        if is_same:
+                            break
+                    slot = (slot + 1) & (len(slots) - 1)
+                    child = slots[slot] - 1
+                if child < 0:
+                    child = num_ideals
+                    num_ideals += 1
+                    bits[child] = bits[ideal]
+                    ready[child] = ready[ideal]
+                    bits[child, word] = grown
+                    hashes[child] = key
+                    sizes[child] = sizes[ideal] + 1
+                    ready[child, word] ^= one << np.uint64(item & 63)
+                    for place in range(after_starts[item], after_starts[item + 1]):
+                        follower = after[place]
+                        is_next = True
+                        for other_place in range(before_starts[follower], before_starts[follower + 1]):
+                            other = before[other_place]
+                            if not bits[child, other >> 6] >> np.uint64(other & 63) & one:
+                                is_next = False
+                                break
+                        if is_next:
+                            ready[child, follower >> 6] |= one << np.uint64(follower & 63)
+                    slots[slot] = child + 1
+                children[num_ways] = child
+                taken[num_ways] = item
+                parents[num_ways] = ideal
+                num_ways += 1
+        ideal += 1
+    growth.counts[0], growth.counts[1], growth.counts[2] = ideal, num_ideals, num_ways
+
+
+# The dynamic program over ideals: the best contiguous split, exactly.
+#
+# An ideal is what the first devices of the line have together; the next device takes the difference to a
+# larger one. So the best split of an ideal over so many devices follows from those of all ideals inside it.
+# Only splits below a limit are looked for, that of the best split known before, and where none is found that
+# one was the best.
 
 # The loop of the dynamic program over ideals, in a form that compiles.
 #
@@ -191,18 +438,16 @@ class DynamicProgram:
         """
         if objective is Objective.FLUSH:
             return self._flush(start)
-        known = math.inf if start is None else value_of(loads_of(self.items, start), objective)
+        known = None if start is None else placed(self.items, objective, start)
         bound = simple_bound(self.items, objective)
-        if known <= bound * (1 + SLACK):
-            return FoundPlacement(start, known, known) if start is not None else None
-        where = self._split(SplitLimits(value=known * (1 - SLACK)), by_sum=True)
-        if where is None and start is None:
+        if known is not None and known.value <= bound * (1 + SLACK):
+            return replace(known, lower_bound=known.value)
+        below = math.inf if known is None else known.value * (1 - SLACK)
+        where = self._split(SplitLimits(value=below), by_sum=True)
+        found = known if where is None else placed(self.items, objective, where)
+        if found is None:
             return None
-        if where is None:
-            assert start is not None
-            where = start
-        value = value_of(loads_of(self.items, where), objective)
-        return FoundPlacement(where, value, min(value, bound) if self.is_over() else value)
+        return replace(found, lower_bound=min(found.value, bound) if self.is_over() else found.value)
 
     def _flush(self, start: tuple[int, ...] | None) -> FoundPlacement | None:
         steps = flush_by_limits(
@@ -214,9 +459,9 @@ class DynamicProgram:
         )
         if steps.where is None:
             return None
-        value = value_of(loads_of(self.items, steps.where), Objective.FLUSH)
+        found = placed(self.items, Objective.FLUSH, steps.where)
         bound = max(steps.lower_bound, simple_bound(self.items, Objective.FLUSH))
-        return FoundPlacement(steps.where, value, min(value, bound))
+        return replace(found, lower_bound=min(found.value, bound))
 
     def _forward_bound(self) -> float:
         """A forward load that some device has in every split."""

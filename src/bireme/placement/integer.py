@@ -8,16 +8,21 @@ that of all placements that differ in the numbers of devices alone the search se
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bireme.placement.contraction import ROUNDING, Floats, FoundPlacement, Integers, Items
-from bireme.placement.integer.program import (
+from bireme.errors import BiremeError
+from bireme.placement.contraction import ROUNDING, Floats, FoundPlacement, Integers, Items, essential_edges
+from bireme.placement.program import (
     FULL_SCALE,
     Columns,
     CutNets,
     Frame,
     IntegerProgram,
+    beside,
     cut_nets,
     frame_of,
     memory_rows,
@@ -75,12 +80,11 @@ class _Spreading:
         )
         self.apart = self.program.add_columns((len(self.items), len(roots)), upper=1.0)
         own = self.apart[roots, np.arange(len(roots))]
-        self.program.add_rows(np.column_stack([own, self.on_cpu[roots]]), [1, -1], upper=0.0)
+        self.program.less(own, self.on_cpu[roots])
         self._share_out()
         self._cut(self.on_cpu[:, np.newaxis])
         self._load_roots(self._cut(self.apart))
-        on_cpu = np.repeat(self.on_cpu, len(roots))
-        self.program.add_rows(np.column_stack([on_cpu, self.apart.ravel()]), [1, -1], upper=0.0)
+        self.program.less(self.on_cpu[:, np.newaxis], self.apart)
 
     def _share_out(self) -> None:
         """All devices of a kind together have no more than the maximum times their number."""
@@ -98,10 +102,12 @@ class _Spreading:
         """Pins of a net differ by no more than what is paid for it."""
         groups = cut_nets(self.program, self.items, columns)
         for group in groups:
-            paid = np.repeat(self.paid[group.numbers], columns.shape[1])
-            parts = [group.high.ravel(), paid, *([group.low.ravel()] if len(group.low) else [])]
-            signs = [1.0, -1.0, -1.0][: len(parts)]
-            self.program.add_rows(np.column_stack(parts), signs, upper=0.0)
+            parts = [
+                group.high,
+                self.paid[group.numbers, np.newaxis],
+                *([group.low] if len(group.low) else []),
+            ]
+            self.program.add_rows(beside(*parts), [1.0, -1.0, -1.0][: len(parts)], upper=0.0)
         return groups
 
     def _load_roots(self, groups: list[CutNets]) -> None:
@@ -119,13 +125,14 @@ class _Spreading:
 
     def _pay_twice(self, group: CutNets) -> None:
         """A pin that is apart while another is not makes its own device pay too, unless that is a CPU."""
-        paid = np.repeat(self.paid[group.numbers], self.num_roots)
+        paid = self.paid[group.numbers, np.newaxis]
         starts = self.items.pins.starts[group.numbers]
         for pin in range(group.pins.shape[1]):
-            on_cpu = np.repeat(self.on_cpu[self.items.pins.values[starts + pin]], self.num_roots)
+            on_cpu = self.on_cpu[self.items.pins.values[starts + pin], np.newaxis]
             least = group.low if len(group.low) else group.pins[:, 1 - pin]
-            rows = np.column_stack([group.pins[:, pin].ravel(), least.ravel(), on_cpu, paid])
-            self.program.add_rows(rows, [2.0, -2.0, -1.0, -1.0], upper=0.0)
+            self.program.add_rows(
+                beside(group.pins[:, pin], least, on_cpu, paid), [2.0, -2.0, -1.0, -1.0], upper=0.0
+            )
 
 
 def _roots(frame: Frame, num_roots: int) -> list[int]:
@@ -266,3 +273,181 @@ class _AnyModel(PlacementModel):
                 columns = np.concatenate([on[item, device:], earlier])
                 signs = np.repeat([1.0, -1.0], [num_alike - device, place])
                 self.program.add_rows(columns[np.newaxis, :], signs, upper=0.0)
+
+
+# The best contiguous placement as an integer program on HiGHS.
+#
+# The devices are in a line of slots, and no edge of the order leads back in it:
+#
+#     slot       0        1        2        3
+#             [ a b ]  [ c e ]  [ d ]    [ f ]        an accelerator or a CPU in each
+#     by[e]      0        1        1                  whether e is in this slot or one before it
+#
+# So the columns `by` rise along the line and fall along the edges, and an item is in the slot where its own
+# rise. The program has the same optimum as the dynamic program over ideals, and needs no list of ideals.
+
+# How early and how late in a line of devices an item can be, by the work and the bytes that must be before
+# and after it.
+
+_TOLERANCE = 1e-6
+"""The share of a device that work may be over before it is counted as needing another one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """The first and the last slot that each item can be in."""
+
+    earliest: Integers
+    latest: Integers
+
+
+def _windows_of(frame: Frame, num_slots: int) -> Windows:
+    """The slots that each item can be in where no device has more than the frame's ceiling."""
+    upto = np.eye(len(frame.items), dtype=np.bool_)  # upto[i, j]: is item j before i, or i itself
+    for item in range(len(frame.items)):
+        upto[item] |= upto[frame.items.before.row(item)].any(axis=0)
+    needs, needs_after = _devices_needed(frame, upto), _devices_needed(frame, upto.T)
+    earliest = np.minimum(needs - 1, num_slots - 1)
+    latest = np.maximum(num_slots - needs_after, 0)
+    return Windows(earliest.astype(np.int64), latest.astype(np.int64))
+
+
+def _devices_needed(frame: Frame, sets: NDArray[np.bool_]) -> Integers:
+    """How many devices the items of each row take at least."""
+    least: Floats = np.where(frame.on_accelerator, frame.accelerator_time.sum(axis=0), np.inf)
+    least = np.minimum(least, np.where(frame.on_cpu, frame.cpu_time.sum(axis=0), np.inf))
+    shares = [sets @ least / frame.ceiling]
+    if not frame.items.num_cpus:
+        shares.append(sets @ sizes_in_scale(frame.items) / FULL_SCALE)
+    needed: Integers = np.maximum(1, np.ceil(np.max(shares, axis=0) - _TOLERANCE)).astype(np.int64)
+    return needed
+
+
+def solve_contiguous(
+    items: Items, objective: Objective, *, time_limit_s: float, start: Sequence[int] | None = None
+) -> FoundPlacement:
+    """The best contiguous placement; `start` must be contiguous. See `best_of`."""
+    frame = frame_of(items, objective, start)
+    if frame.start is not None:
+        _line_of(items, frame.start.where)  # refuses a start that is not contiguous
+    return best_of(frame, _ContiguousModel, time_limit_s=time_limit_s)
+
+
+class _ContiguousModel(PlacementModel):
+    """The program for a frame. Columns are `[item, slot]`; there is none of a kind that has no device."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.items, self.program = frame, frame.items, IntegerProgram()
+        self.num_accelerators = min(self.items.num_accelerators, len(self.items))
+        self.num_cpus = min(self.items.num_cpus, len(self.items))
+        self.num_slots = self.num_accelerators + self.num_cpus
+        self.maxima = frame.add_maxima(self.program)
+        self.by = self._add_order()
+        self.is_cpu = self._add_kinds()
+        self.on_accelerator = self._add_kind(self.num_accelerators, frame.on_accelerator)
+        self.on_cpu = self._add_kind(self.num_cpus, frame.on_cpu)
+        self._place_each()
+        self.nets = cut_nets(self.program, self.items, self.on_accelerator) if self.num_accelerators else []
+        self._add_loads()
+        memory_rows(self.program, self.items, self.on_accelerator.T)
+
+    def where_of(self, values: Floats) -> list[int] | None:
+        slots = self.num_slots - 1 - np.rint(values[self.by]).astype(np.int64).sum(axis=1)
+        is_cpu = values[self.is_cpu] > 0.5
+        numbers = np.where(
+            is_cpu, self.items.num_accelerators + np.cumsum(is_cpu) - 1, np.cumsum(~is_cpu) - 1
+        )
+        goes_back = any(
+            slots[self.items.before.row(item)].max(initial=0) > slots[item] for item in range(len(slots))
+        )
+        return None if goes_back else numbers[slots].tolist()
+
+    def values_of(self, where: Sequence[int]) -> Floats:
+        line = _line_of(self.items, where)  # empty devices come after it
+        slot_of = {device: slot for slot, device in enumerate(line)}
+        slots = np.array([slot_of[device] for device in where])
+        is_cpu = [device >= self.items.num_accelerators for device in line]
+        free_cpus = self.num_cpus - sum(is_cpu)
+        is_cpu += [True] * free_cpus + [False] * (self.num_slots - len(line) - free_cpus)
+        values = np.zeros(self.program.num_columns)
+        values[self.maxima] = self.frame.maxima_of(where)
+        values[self.by] = slots[:, np.newaxis] <= np.arange(self.num_slots - 1)
+        values[self.is_cpu] = is_cpu
+        there = slots[:, np.newaxis] == np.arange(self.num_slots)
+        values[self.on_accelerator] = (there & ~np.array(is_cpu))[:, : self.on_accelerator.shape[1]]
+        values[self.on_cpu] = (there & np.array(is_cpu))[:, : self.on_cpu.shape[1]]
+        for group in self.nets:
+            group.complete(values)
+        return values
+
+    def _add_order(self) -> Columns:
+        """Columns that rise along the line and fall along the edges, in the windows the work leaves."""
+        windows = _windows_of(self.frame, self.num_slots)
+        slots = np.arange(self.num_slots - 1)
+        by = self.program.add_columns(
+            (len(self.items), self.num_slots - 1),
+            lower=slots >= windows.latest[:, np.newaxis],
+            upper=slots >= windows.earliest[:, np.newaxis],
+            is_integer=True,
+        )
+        self.program.less(by[:, :-1], by[:, 1:])
+        leaders, followers = essential_edges(self.items.after).T
+        self.program.less(by[followers], by[leaders])
+        return by
+
+    def _add_kinds(self) -> Columns:
+        """A column for each slot: whether a CPU is in it."""
+        is_sure = not (self.num_cpus and self.num_accelerators)
+        is_cpu = self.program.add_columns(
+            self.num_slots, lower=is_sure and self.num_cpus > 0, upper=self.num_cpus > 0, is_integer=True
+        )
+        self.program.add_rows(is_cpu[np.newaxis, :], 1.0, lower=self.num_cpus, upper=self.num_cpus)
+        return is_cpu
+
+    def _add_kind(self, num_devices: int, able: NDArray[np.bool_]) -> Columns:
+        """Columns for items on devices of a kind."""
+        shape = (len(self.items), self.num_slots if num_devices else 0)
+        return self.program.add_columns(shape, upper=able[:, np.newaxis])
+
+    def _place_each(self) -> None:
+        """An item is in the slot where its `by` rises, on a device of the kind that is there."""
+        for slot in range(self.num_slots):
+            here = [kind[:, slot] for kind in (self.on_accelerator, self.on_cpu) if kind.size]
+            is_last = slot == self.num_slots - 1
+            now, before = self.by[:, slot : slot + 1].T, self.by[:, slot - 1 : slot].T if slot else ()
+            signs = np.repeat([1.0, -1.0, 1.0], [len(here), len(now), len(before)])
+            self.program.add_rows(beside(*here, *now, *before), signs, lower=is_last, upper=is_last)
+            if len(here) == 2:
+                kind = self.is_cpu[slot]
+                self.program.add_rows(beside(here[0], kind), 1.0, upper=1.0)
+                self.program.less(here[1], kind)
+
+    def _add_loads(self) -> None:
+        """No slot has more than the maximum; what its kind of device does not do is 0."""
+        frame = self.frame
+        for maximum, on_accelerator, on_cpu, cost in zip(
+            self.maxima, frame.accelerator_time, frame.cpu_time, frame.net_cost, strict=True
+        ):
+            columns = [np.full((self.num_slots, 1), maximum)]
+            factors = [np.array([-1.0])]
+            for kind, times in ((self.on_accelerator, on_accelerator), (self.on_cpu, on_cpu)):
+                if kind.size:
+                    columns.append(kind.T)
+                    factors.append(times)
+            columns += [group.payers() for group in self.nets]
+            factors += [group.prices(cost) for group in self.nets]
+            self.program.add_rows(np.hstack(columns), np.concatenate(factors), upper=0.0)
+
+
+def _line_of(items: Items, where: Sequence[int]) -> list[int]:
+    """The devices in use, in an order that no edge leads back in."""
+    waits_for: dict[int, set[int]] = {device: set() for device in sorted(where)}
+    for item, device in enumerate(where):
+        waits_for[device].update(where[other] for other in items.before.row(item))
+    try:
+        return list(TopologicalSorter({own: all_ - {own} for own, all_ in waits_for.items()}).static_order())
+    except CycleError:
+        raise BiremeError(
+            "The placement to start from is not contiguous: some of its devices wait for each other in a "
+            "circle. Start from another one, or from none."
+        ) from None

@@ -6,7 +6,6 @@ proven but the combinatorial bound.
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,15 +13,16 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.contraction import Floats, Integers, circles, walk_in_depth
-from bireme.placement.latency.kernel import CIRCLE, CPU, anneal, energy_of, scratch_for, wiring_of
-from bireme.placement.latency.latency import (
+from bireme.placement.contraction import Floats, Integers, Ragged, circles, in_order, turned, walk_in_depth
+from bireme.placement.latency import (
     LatencyFound,
     LatencySteps,
     latency_lower_bound,
     latency_of,
     steps_of,
+    times_left,
 )
+from bireme.placement.latency_kernel import CIRCLE, CPU, anneal, energy_of, scratch_for, wiring_of
 from bireme.placement.workload import Workload
 
 # The best cut of a line of blocks into pieces, and CPU work between them, if all ran one after the other.
@@ -38,35 +38,25 @@ def _in_series(
     block_of = np.zeros(len(steps), np.int64)
     for number, block in enumerate(blocks):
         block_of[block] = number
+    users = (steps.net_users.row(net) for net in range(len(steps.net_cost)))
     pins = [
-        sorted({int(block_of[source]), *block_of[users].tolist()})
-        for source, users in zip(
-            steps.net_source.tolist(),
-            (steps.net_users.row(net) for net in range(len(steps.net_cost))),
-            strict=True,
-        )
+        sorted({int(block_of[source]), *block_of[row].tolist()})
+        for source, row in zip(steps.net_source.tolist(), users, strict=True)
     ]
-    nets: list[list[int]] = [[] for _ in blocks]
-    for net, row in enumerate(pins):
-        for block in row:
-            nets[block].append(net)
-    bars = np.array([not all(steps.can_accelerate[steps.family[step]] for step in block) for block in blocks])
+    nets = Ragged.of(turned(pins, len(blocks)))
+    can_hold = [all(steps.can_accelerate[steps.family[step]] for step in block) for block in blocks]
     cuts = _cuts(
         np.array([steps.accelerator_time[block].sum() for block in blocks]),
         np.array([steps.cpu_time[block].sum() if steps.num_cpus else np.inf for block in blocks]),
-        np.array(
-            [np.inf if bar else steps.size[block].sum() for bar, block in zip(bars, blocks, strict=True)]
-        ),
-        np.array([0, *np.cumsum([len(row) for row in nets])], np.int64),
-        np.array([net for row in nets for net in row], np.int64),
+        np.array([steps.size[b].sum() if can else np.inf for can, b in zip(can_hold, blocks, strict=True)]),
+        nets.starts,
+        nets.values,
         np.array([len(row) for row in pins], np.int64),
         steps.net_cost,
         num_places,
         most_bytes,
     )
-    if cuts[0] == -2:
-        return None
-    return cuts[block_of]
+    return None if cuts[0] == -2 else cuts[block_of]
 
 
 @compiled
@@ -209,23 +199,11 @@ def _blocks(steps: LatencySteps) -> list[list[int]]:
 def _in_breadth(steps: LatencySteps, blocks: list[list[int]]) -> list[list[int]]:
     """The same blocks, those first that the fewest others lead to one after the other."""
     block_of = {step: number for number, block in enumerate(blocks) for step in block}
-    users = [
-        sorted({block_of[user] for step in block for user in steps.after.row(step)} - {number})
+    users = {
+        number: {block_of[user] for step in block for user in steps.after.row(step)} - {number}
         for number, block in enumerate(blocks)
-    ]
-    waiting = [0] * len(blocks)
-    for row in users:
-        for user in row:
-            waiting[user] += 1
-    ready = deque(number for number, count in enumerate(waiting) if not count)
-    order = []
-    while ready:
-        order.append(ready.popleft())
-        for user in users[order[-1]]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                ready.append(user)
-    return [blocks[number] for number in order]
+    }
+    return [blocks[number] for number in in_order(users, lambda _, depth: depth)]
 
 
 class _Fill:
@@ -292,17 +270,11 @@ def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integer
         work += float(steps.accelerator_time[row].sum())
         if steps.can_accelerate[family] or not steps.num_cpus:
             slots[row] = min(parts - 1, int((work - 1e-9 * share) / share)) * num_pieces
-    devices = slots.copy()
-    for device in {slot for slot in devices.tolist() if slot != CPU}:
-        times_left = [-1] * len(steps)
-        for step in range(len(steps)):
-            inside = int(devices[step]) == device
-            for producer in steps.before.row(step):
-                enters = inside and times_left[producer] >= 0 and int(devices[producer]) != device
-                times_left[step] = max(times_left[step], times_left[producer] + enters)
-            if inside:
-                times_left[step] = max(times_left[step], 0)
-                slots[step] = device + min(times_left[step], num_pieces - 1)
+    devices: list[int] = slots.tolist()
+    before = [steps.before.row(step) for step in range(len(steps))]
+    for device in set(devices) - {CPU}:
+        for step, times in times_left(range(len(steps)), before, devices, device).items():
+            slots[step] = device + min(times, num_pieces - 1)
     return slots
 
 

@@ -15,9 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.errors import BiremeError
-from bireme.placement.contraction import Floats, Integers, Ragged, room, walk_in_depth
-from bireme.placement.workload import Edge, Node, Workload, device_names
+from bireme.placement.contraction import Floats, Integers, PlacedParts, Ragged, room, turned, walk_in_depth
+from bireme.placement.workload import Edge, Workload, device_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,13 @@ class LatencyFound:
 class _LatencyReport:
     """When a sample, each node and each device are done; an idle device is done at 0.
 
-    Where the placement cannot run, `reason` is a sentence that says why, the latency is infinite, and no
-    finish is told. `pieces` are those it was evaluated with.
+    Where pieces wait for each other, `reason` is a sentence that says so, the latency is infinite, and no
+    finish is told.
     """
 
     latency: float
     finish: tuple[float, ...]
     device_finish: tuple[float, ...]
-    pieces: tuple[int, ...]
     reason: str | None = None
 
 
@@ -53,18 +51,9 @@ def latency_of(
 ) -> _LatencyReport:
     """When one sample is through, with node `i` on device `devices[i]` and there in piece `pieces[i]`.
 
-    Without pieces, the nodes of each accelerator are cut into as few as paths through them allow; see
-    `pieces_of`.
+    The devices must be able to take their nodes, which `check.py` checks. Without pieces, the nodes of each
+    accelerator are cut into as few as paths through them allow; see `pieces_of`.
     """
-    num_nodes = len(workload.nodes)
-    if len(devices) != num_nodes or (pieces is not None and len(pieces) != num_nodes):
-        raise BiremeError(
-            f"The placement has {len(devices)} devices and {len(devices if pieces is None else pieces)} "
-            f"pieces, but the workload has {num_nodes} nodes. Give one of each per node."
-        )
-    reason = _misplaced(workload, devices)
-    if reason is not None:
-        return _LatencyReport(math.inf, (), (), tuple(pieces or ()), reason)
     cut = pieces_of(workload, devices) if pieces is None else tuple(pieces)
     return _Schedule(workload, devices, cut).report()
 
@@ -77,15 +66,24 @@ def pieces_of(workload: Workload, devices: Sequence[int]) -> tuple[int, ...]:
     pieces = [0] * len(workload.nodes)
     graph = NodeOrder(workload, workload.edges)
     for device in sorted({device for device in devices if device < workload.num_accelerators}):
-        times_left = [-1] * len(pieces)
-        for place in graph.order:
-            inside = devices[place] == device
-            for producer in graph.producers[place]:
-                enters = inside and times_left[producer] >= 0 and devices[producer] != device
-                times_left[place] = max(times_left[place], times_left[producer] + enters)
-            if inside:
-                times_left[place] = pieces[place] = max(times_left[place], 0)
+        for place, times in times_left(graph.order, graph.producers, devices, device).items():
+            pieces[place] = times
     return tuple(pieces)
+
+
+def times_left(
+    order: Iterable[int], producers: Sequence[Sequence[int]], devices: Sequence[int], device: int
+) -> dict[int, int]:
+    """For each number on a device, how often a path to it leaves the device and enters it again, at most."""
+    found = [-1] * len(producers)
+    for place in order:
+        is_inside = devices[place] == device
+        for producer in producers[place]:
+            enters = is_inside and found[producer] >= 0 and devices[producer] != device
+            found[place] = max(found[place], found[producer] + enters)
+        if is_inside:
+            found[place] = max(found[place], 0)
+    return {place: times for place, times in enumerate(found) if devices[place] == device}
 
 
 def latency_lower_bound(workload: Workload) -> float:
@@ -180,33 +178,6 @@ def _longest(order: Iterable[int], earlier: list[list[int]], times: list[float])
     return ends
 
 
-def _misplaced(workload: Workload, devices: Sequence[int]) -> str | None:
-    """Why devices cannot take the nodes they are given, whatever the times."""
-    names = device_names(workload)
-    num_accelerators = workload.num_accelerators
-    used: dict[int, float] = defaultdict(float)
-    most_bytes = _room(workload)
-    for node, device in zip(workload.nodes, devices, strict=True):
-        if not 0 <= device < len(names):
-            return f"{node} is on device {device}, but there are only {', '.join(names)}."
-        if device < num_accelerators:
-            used[device] += node.size_bytes
-            if not node.supported:
-                return f"{node} is on {names[device]}, but accelerators do not support it."
-    for device, size in used.items():
-        if size > most_bytes:
-            return f"{names[device]} is given {size:g} bytes, but has {workload.accelerator_bytes:g}."
-    # All CPUs are one machine, so a colour may be on two of them.
-    machine = {
-        node.id: min(device, num_accelerators) for node, device in zip(workload.nodes, devices, strict=True)
-    }
-    for group in workload.classes():
-        other = next((node for node in group if machine[node.id] != machine[group[0].id]), None)
-        if other is not None:
-            return f"{group[0]} and {other} have the same colour, but not the same device."
-    return None
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class _Job:
     """What starts and ends at once: a piece of an accelerator, or one node on a CPU."""
@@ -221,7 +192,6 @@ class _Schedule:
     def __init__(self, workload: Workload, devices: Sequence[int], pieces: tuple[int, ...]) -> None:
         self.workload = workload
         self.graph = NodeOrder(workload, workload.edges)
-        self.pieces = pieces
         self.devices = devices
         self.job_of = [
             _Job(device, piece if device < workload.num_accelerators else place)
@@ -272,12 +242,12 @@ class _Schedule:
                 if not waiting[follower]:
                     ready.append(follower)
         if len(done) < len(self.takes):
-            return _LatencyReport(math.inf, (), (), self.pieces, self._circle(done))
+            return _LatencyReport(math.inf, (), (), self._circle(done))
         finish = tuple(done[job] for job in self.job_of)
         ends = [0.0] * (self.workload.num_accelerators + self.workload.num_cpus)
         for device, end in zip(self.devices, finish, strict=True):
             ends[device] = max(ends[device], end)
-        return _LatencyReport(max(finish), finish, tuple(ends), self.pieces)
+        return _LatencyReport(max(finish), finish, tuple(ends))
 
     def _circle(self, done: dict[_Job, float]) -> str:
         """A sentence that names pieces which wait for each other."""
@@ -304,39 +274,21 @@ class _Schedule:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LatencySteps:
-    """Steps numbered in a topological order, the families that share a device, and what is moved.
+class LatencySteps(PlacedParts):
+    """Steps, the families that share a device, and what is moved.
 
-    `members[i]` are the places of a step's nodes in the workload; the first is the one that the others
-    joined. Family `family[i]` holds step `i`; where `can_accelerate` is false, no accelerator can take the
-    family, and its times there are those on a CPU. `before` and `after` are direct neighbors. A net is the
-    output of the step `net_source`, which the steps `net_users`, all others, use: it costs `net_cost` to
-    move, never 0.
+    The first of a step's `members` is the one that the others joined. Family `family[i]` holds step `i`;
+    where `can_accelerate` is false, no accelerator can take the family, and its times there are those on a
+    CPU. A net is the output of the step `net_source`, which the steps `net_users`, all others, use: it costs
+    `net_cost` to move, never 0.
     """
 
-    members: tuple[tuple[int, ...], ...]
-    accelerator_time: Floats
-    cpu_time: Floats
-    size: Floats
     family: Integers
     families: Ragged
     can_accelerate: NDArray[np.bool_]
-    before: Ragged
-    after: Ragged
     net_source: Integers
     net_users: Ragged
     net_cost: Floats
-    num_accelerators: int
-    num_cpus: int
-    accelerator_bytes: float
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    @property
-    def room(self) -> float:
-        """The bytes that an accelerator may be given."""
-        return room(self.size, self.accelerator_bytes)
 
     def spread(self, of_steps: Sequence[int]) -> tuple[int, ...]:
         """A number for each node, from one for each step."""
@@ -443,10 +395,6 @@ class _Merging:
         order = walk_in_depth(followers)
         number_of = {group: number for number, group in enumerate(order)}
         after = [sorted(number_of[user] for user in followers[group]) for group in order]
-        before: list[list[int]] = [[] for _ in order]
-        for number, row in enumerate(after):
-            for user in row:
-                before[user].append(number)
         members = tuple(tuple(self.groups[group]) for group in order)
         families: dict[int, list[int]] = {}
         for number, group in enumerate(order):
@@ -454,13 +402,8 @@ class _Merging:
         renumbered = {family: number for number, family in enumerate(families)}
         nets = self._nets(number_of)
         nodes = self.workload.nodes
-        sums = np.array(
-            [
-                [sum(number) for number in zip(*(_numbers(nodes[place]) for place in places), strict=True)]
-                for places in members
-            ],
-            np.float64,
-        )
+        numbers = np.array([(one.accelerator_time, one.cpu_time, one.size_bytes) for one in nodes])
+        sums = np.array([numbers[list(places)].sum(axis=0) for places in members])
         can_accelerate = np.array([self.can_accelerate[group] for group in order], np.bool_)
         return LatencySteps(
             members=members,
@@ -471,10 +414,10 @@ class _Merging:
             family=np.array([renumbered[self.family_of[group]] for group in order], np.int64),
             families=Ragged.of(list(families.values())),
             can_accelerate=np.array([self.can_accelerate[order[row[0]]] for row in families.values()]),
-            before=Ragged.of(before),
+            before=Ragged.of(turned(after, len(order))),
             after=Ragged.of(after),
             net_source=np.array([source for source, _ in nets], np.int64),
-            net_users=Ragged.of([list(users) for _, users in nets]),
+            net_users=Ragged.of([users for _, users in nets]),
             net_cost=np.array(list(nets.values()), np.float64),
             num_accelerators=self.workload.num_accelerators,
             num_cpus=self.workload.num_cpus,
@@ -483,14 +426,10 @@ class _Merging:
 
     def _nets(self, number_of: dict[int, int]) -> dict[tuple[int, tuple[int, ...]], float]:
         """What it costs to move from a step to others; outputs with the same ends are one."""
-        nets: dict[tuple[int, tuple[int, ...]], float] = {}
+        nets: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
         for place, output in enumerate(self.outputs):
             source = number_of[self.group_of[place]]
             users = tuple(sorted({number_of[user] for user in self._users(place)} - {source}))
             if users and output.cost > 0:
-                nets[source, users] = nets.get((source, users), 0.0) + output.cost
+                nets[source, users] += output.cost
         return nets
-
-
-def _numbers(node: Node) -> tuple[float, ...]:
-    return node.accelerator_time, node.cpu_time, node.size_bytes

@@ -14,7 +14,7 @@ import networkx
 from bireme.cluster.device import Device
 from bireme.model.graph import Graph, Value, learned_values
 from bireme.model.units import Unit, units_of
-from bireme.profile.estimate import estimate_unit
+from bireme.profile.estimate import Seconds, estimate_unit
 from bireme.profile.profile import Profile, UnitProfile
 
 # Which operators of a graph are placed, who uses what they make, and which of them share a device.
@@ -132,10 +132,7 @@ def _helpers(graph: Graph, unit: Unit, own: Sequence[int]) -> dict[int, tuple[in
 
 
 def _inseparable(
-    graph: Graph,
-    unit_of: Mapping[int, int],
-    maker_of: Mapping[str, int],
-    users: Mapping[str, Sequence[int]],
+    graph: Graph, unit_of: Mapping[int, int], maker_of: Mapping[str, int], users: Mapping[str, Sequence[int]]
 ) -> Iterator[Sequence[int]]:
     """Operators that share memory which is written to, a number, or a parameter within a unit."""
     readers: dict[str, list[int]] = defaultdict(list)
@@ -204,17 +201,7 @@ def _joined(places: Iterable[int], groups: Iterable[Sequence[int]]) -> dict[int,
 # seconds, only in proportion.
 
 
-@dataclass(frozen=True, slots=True)
-class _OperatorEstimate:
-    """The seconds of one call, forward and backward."""
-
-    forward_s: float
-    backward_s: float
-
-
-def _estimates_of(
-    graph: Graph, learned: frozenset[str], micro_batch: int, device: Device
-) -> tuple[_OperatorEstimate, ...]:
+def _estimates_of(graph: Graph, learned: frozenset[str], micro_batch: int, device: Device) -> list[Seconds]:
     """An estimate for every operator of a graph; `learned` are the values that a gradient comes back to.
 
     Each is looked at as the one operator of a unit, with what it is given coming from outside.
@@ -236,9 +223,8 @@ def _estimates_of(
             operators=(operator,),
             outputs=(),
         )
-        took = estimate_unit(part, alone, learned, micro_batch, device)
-        found.append(_OperatorEstimate(took.forward_s, took.backward_input_s + took.backward_weight_s))
-    return tuple(found)
+        found.append(estimate_unit(part, alone, learned, micro_batch, device))
+    return found
 
 
 def divided(total: float, weights: Mapping[int, float]) -> dict[int, float]:

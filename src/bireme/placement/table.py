@@ -16,11 +16,7 @@ from bireme.report.terminal import columns
 
 
 def placement_document(
-    workload: Workload,
-    placement: Placement,
-    verdict: PlacementVerdict,
-    seconds: float,
-    notes: Sequence[str],
+    workload: Workload, placement: Placement, verdict: PlacementVerdict, seconds: float, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Who runs what, what it comes to, what is proven, and how long the search took."""
     names = device_names(workload)
@@ -113,12 +109,12 @@ def print_placement(workload: Workload, placement: Placement, seconds: float, co
     works = work_of(workload, placement.devices, placement.pieces)
     console.print(_devices(workload, works, placement.loads, placement.pieces, placement.devices))
     console.print()
-    _say(console, f"[bold]{placement.value:.6g}[/bold] {_MEANINGS[placement.objective]}.")
+    console.print(f"[bold]{placement.value:.6g}[/bold] {_MEANINGS[placement.objective]}.")
     ideals = "" if placement.num_ideals is None else f", {placement.num_ideals:,} ideals"
-    _say(console, f"{_proof(placement)} Found by {placement.method} in {seconds_text(seconds)}{ideals}.")
+    console.print(f"{_proof(placement)} Found by {placement.method} in {seconds_text(seconds)}{ideals}.")
     advice = advice_on(placement)
     for note in (*placement.notes, *([] if advice is None else [advice])):
-        console.print(note, style="dim", markup=False, highlight=False)
+        console.print(note, style="dim", markup=False)
 
 
 def print_verdict(
@@ -134,13 +130,13 @@ def print_verdict(
         console.print(_devices(workload, work_of(workload, devices, pieces), verdict.loads, pieces, devices))
         console.print()
     if math.isfinite(verdict.value):
-        _say(console, f"[bold]{verdict.value:.6g}[/bold] {_MEANINGS[objective]}.")
+        console.print(f"[bold]{verdict.value:.6g}[/bold] {_MEANINGS[objective]}.")
     line = "can be put in an order" if verdict.ordered else "cannot be put in an order"
-    _say(console, f"{'Contiguous' if verdict.contiguous else 'Not contiguous'}; the devices {line}.")
+    console.print(f"{'Contiguous' if verdict.contiguous else 'Not contiguous'}; the devices {line}.")
     for problem in verdict.problems:
-        console.print(problem, style="red", markup=False, highlight=False)
+        console.print(problem, style="red", markup=False)
     if verdict.valid:
-        _say(console, "[green]Every rule is kept.[/green]")
+        console.print("[green]Every rule is kept.[/green]")
 
 
 def _proof(placement: Placement) -> str:
@@ -194,7 +190,3 @@ def _share(size_bytes: float, limit_bytes: float) -> str:
         return "" if size_bytes else "0%"
     share = size_bytes / limit_bytes
     return "<0.1%" if 0 < share < 0.001 else f"{share:.1%}"
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, highlight=False, style=style)

@@ -6,16 +6,17 @@ solver runs on one thread with a fixed seed, says nothing, and stops at Ctrl-C.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bireme.errors import BiremeError
-from bireme.placement.contiguous.chain import cut_chain, no_split_fits
+from bireme.placement.contiguous import cut_chain, no_split_fits
 from bireme.placement.contraction import (
     Floats,
     FoundPlacement,
@@ -24,9 +25,9 @@ from bireme.placement.contraction import (
     each_maximum,
     fits,
     loads_of,
+    placed,
     runs_on_accelerator,
     simple_bound,
-    value_of,
 )
 from bireme.placement.workload import Objective
 
@@ -133,12 +134,12 @@ class IntegerProgram:
         )
         self._num_rows += count
 
+    def less(self, small: Columns, large: Columns) -> None:
+        """No entry of the first is above its counterpart in the second."""
+        self.add_rows(beside(large, small), [1.0, -1.0], lower=0.0)
+
     def solve(
-        self,
-        *,
-        time_limit_s: float,
-        start: ArrayLike | None = None,
-        target: float = -np.inf,
+        self, *, time_limit_s: float, start: ArrayLike | None = None, target: float = -np.inf
     ) -> _Solved:
         """Search until solution and bound meet, or time is over.
 
@@ -228,6 +229,11 @@ class _RowPart:
     coefficients: Floats
     lower: Floats
     upper: Floats
+
+
+def beside(*columns: ArrayLike) -> NDArray[Any]:
+    """Rows with one entry of each of these tables, which have one shape or are spread to it."""
+    return np.stack(np.broadcast_arrays(*columns), axis=-1).reshape(-1, len(columns))
 
 
 def _highspy() -> ModuleType:
@@ -351,9 +357,9 @@ class Frame:
         """The better one of the start and what the solver found, with a bound that holds for all."""
         best, floor = self.start, self.floor
         if where is not None and fits(self.items, where):
-            value = value_of(loads_of(self.items, where), self.objective)
-            if best is None or value < best.value:
-                best = FoundPlacement(tuple(where), value, 0.0)
+            found = placed(self.items, self.objective, where)
+            if best is None or found.value < best.value:
+                best = found
         if best is None and solved is not None and solved.outcome is SolverOutcome.INFEASIBLE:
             raise no_split_fits(self.items)
         if best is None:
@@ -367,11 +373,11 @@ class Frame:
 
 
 def frame_of(items: Items, objective: Objective, start: Sequence[int] | None) -> Frame:
-    """The problem, with a placement to be better than: where none is given, a cut of the items' line."""
+    """The problem, with a placement that fits to be better than: by default a cut of the items' line."""
     able = runs_on_accelerator(items)
     if not items.num_cpus and not able.all():
         raise no_split_fits(items)
-    known = _by_order(items, objective) if start is None else _checked(items, objective, start)
+    known = _by_order(items, objective) if start is None else placed(items, objective, start)
     on_accelerator = items.accelerator_time.sum(axis=1)
     on_cpu = items.cpu_time.sum(axis=1)
     most = float(np.maximum(on_accelerator, on_cpu).sum() + items.net_cost.sum())
@@ -409,20 +415,9 @@ def memory_rows(program: IntegerProgram, items: Items, on_device: Columns) -> No
 
 
 def _by_order(items: Items, objective: Objective) -> FoundPlacement | None:
-    try:
-        where = cut_chain(items, Objective.THROUGHPUT).where
-    except BiremeError:
-        return None
-    return FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
-
-
-def _checked(items: Items, objective: Objective, start: Sequence[int]) -> FoundPlacement:
-    if len(start) != len(items) or not fits(items, start):
-        raise BiremeError(
-            "The placement to start from does not fit these items: an accelerator cannot run or hold what it "
-            "is given, or the number of items differs. Start from another one, or from none."
-        )
-    return FoundPlacement(tuple(start), value_of(loads_of(items, start), objective), 0.0)
+    with suppress(BiremeError):
+        return placed(items, objective, cut_chain(items, Objective.THROUGHPUT).where)
+    return None
 
 
 # What it costs to cut nets, as columns and rows of an integer program.
@@ -476,16 +471,14 @@ def cut_nets(program: IntegerProgram, items: Items, on: Columns) -> list[CutNets
 
 def _cut_pairs(program: IntegerProgram, numbers: Integers, pins: Columns) -> CutNets:
     cut = program.add_columns((len(pins), pins.shape[2]), upper=1.0)
-    first, second = pins[:, 0].ravel(), pins[:, 1].ravel()
-    for one, other in ((first, second), (second, first)):
-        program.add_rows(np.column_stack([cut.ravel(), one, other]), [1, -1, 1], lower=0.0)
+    for one, other in ((0, 1), (1, 0)):
+        program.add_rows(beside(cut, pins[:, one], pins[:, other]), [1, -1, 1], lower=0.0)
     return CutNets(numbers, pins, cut, cut[:0])
 
 
 def _cut(program: IntegerProgram, numbers: Integers, pins: Columns) -> CutNets:
     high, low = (program.add_columns((len(pins), pins.shape[2]), upper=1.0) for _ in range(2))
     for pin in range(pins.shape[1]):
-        here = pins[:, pin].ravel()
-        program.add_rows(np.column_stack([high.ravel(), here]), [1, -1], lower=0.0)
-        program.add_rows(np.column_stack([here, low.ravel()]), [1, -1], lower=0.0)
+        program.less(pins[:, pin], high)
+        program.less(low, pins[:, pin])
     return CutNets(numbers, pins, high, low)

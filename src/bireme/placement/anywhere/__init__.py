@@ -1,1 +1,0 @@
-"""Placements whose devices need not be contiguous: annealing, and what is proven about it."""

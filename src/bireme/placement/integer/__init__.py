@@ -1,1 +1,0 @@
-"""Placement as integer programs, solved by HiGHS."""

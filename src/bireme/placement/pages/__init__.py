@@ -1,1 +1,0 @@
-"""What is found, as a document, a table and a picture."""
