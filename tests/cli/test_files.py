@@ -21,7 +21,7 @@ from bireme.placement.workload_file import read_split, read_workload
 from bireme.plan import plan as plans
 from bireme.plan.plan_file import load_plan, read_windows, write_windows
 from bireme.profile.profile import load_profile, save_profile
-from bireme.report.page.recorded import read_recorded
+from bireme.report.timeline_document import read_recorded
 from bireme.schedule import torch_csv
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import check_restart_limit

@@ -27,7 +27,7 @@ MODULES = [
     "bireme.profile.stages",
     "bireme.report.gantt",
     "bireme.report.memory_table",
-    "bireme.report.profile_table",
+    "bireme.report.memory_table",
     "bireme.report.terminal",
     "bireme.train.run_file.training",
     "bireme.train.run_file",

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.made_up.models import profile_of
+from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Bridge, Card, Cluster, Link, Server
 from bireme.cluster.cluster_file import cluster_text, read_cluster, save_cluster
 from bireme.cluster.device import Device, EngineCost
-from bireme.cluster.tiers import tier_share
 from bireme.errors import BiremeError
 from bireme.plan import plan as plans
 from bireme.plan.explain import with_single_ways
@@ -30,7 +30,8 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, find_resident, forecast_of, timeline_of
 from bireme.plan.search.shapes import Outline
 from bireme.profile.profile import save_profile
-from bireme.report.plan_table import tiers_table, ways_table
+from bireme.report.plan_table import ways_table
+from bireme.report.terminal import tiers_table
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut
 from bireme.schedule.catalogue import generate
@@ -407,7 +408,9 @@ def test_a_host_too_small_overflows_to_the_disk_or_is_refused_with_a_number() ->
 def test_the_tables_of_paging_are_whole_at_80_columns() -> None:
     answer = found(TierLimits(70 * MB, 5 * MB, 10**10))
     console = Console(file=StringIO(), width=80)
-    for table in (tiers_table(answer.best), ways_table(answer)):
+    best = answer.best
+    assert best.plan.paging is not None
+    for table in (tiers_table(best.forecast.tiers, best.plan.paging.chunk_bytes), ways_table(answer)):
         console.print(table)
     shown = console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
     assert "…" not in shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bireme.report.live_run import LiveRun
+from bireme.report.live_view import LiveRun
 from bireme.report.run_lines import EVENTS, RunEvent, RunLines, event_in
 from tests.support.patience import patience_s
 

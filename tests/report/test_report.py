@@ -20,7 +20,7 @@ from bireme.report.palette import HUES, fill, on
 from bireme.report.picture import laid_out, write_picture
 from bireme.report.shapes import Anchor, Flag, Rect, Text, fitted, text_width
 from bireme.report.terminal import print_program
-from bireme.report.trace import write_trace
+from bireme.report.timeline_document import write_trace
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import COMPUTE, Kind

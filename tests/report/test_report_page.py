@@ -15,9 +15,9 @@ from bireme.report import palette
 from bireme.report.page.figures import headline
 from bireme.report.page.lanes import themed
 from bireme.report.page.page import page
-from bireme.report.page.recorded import write_recorded
 from bireme.report.page.run import read_run
 from bireme.report.shapes import Rect, Text
+from bireme.report.timeline_document import write_recorded
 from bireme.schedule.instruction import Kind
 from tests.support.chromium import Chromium, chromium, find_chromium
 from tests.support.command import bireme

@@ -17,17 +17,14 @@ from bireme.bounds import against_predicted
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import write_plan
-from bireme.report.axes import Quantity, Scale, clock_text, number_text
 from bireme.report.page.charts import Points, evened, finite, replicas_figure, smoothed, thinned
-from bireme.report.page.document import runs_document
-from bireme.report.page.figures import headline, stage_figures, state
-from bireme.report.page.flows import flows
-from bireme.report.page.memory_bars import memory_figure
+from bireme.report.page.figures import flows, headline, runs_document, stage_figures, state
 from bireme.report.page.metrics import read_metrics
 from bireme.report.page.page import page
-from bireme.report.page.recorded import read_recorded, write_recorded
 from bireme.report.page.run import read_run
-from bireme.report.page.tables import comparison_table, facts, tiles
+from bireme.report.page.tables import comparison_table, facts, memory_figure, tiles
+from bireme.report.shapes import Quantity, Scale, clock_text, number_text
+from bireme.report.timeline_document import read_recorded, write_recorded
 from bireme.runtime.gathering import timeline_of
 from bireme.sync.coordinator.recoveries import Recovery
 from bireme.train.run_log import MetricsLog
@@ -222,10 +219,10 @@ def test_a_log_that_somebody_has_damaged_keeps_no_run_from_going_on(tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ({"kind": "train", "time_s": 1}, "Line 2 .* lacks 'step'"),
-        ({"kind": "train", "step": 1, "time_s": 1, "loss": "low"}, "Line 2 .* cannot be read"),
+        ({"kind": "train", "time_s": 1}, "Line 2 .* lacks step"),
+        ({"kind": "train", "step": 1, "time_s": 1, "loss": "low"}, 'Line 2 .* loss is "low"'),
         ({"kind": "train", "step": -1, "time_s": 1}, "Line 2 .* step is -1"),
-        ({"kind": "stop", "step": 1, "time_s": 1}, "Line 2 .* lacks 'reason'"),
+        ({"kind": "stop", "step": 1, "time_s": 1}, "Line 2 .* lacks reason"),
     ],
 )
 def test_a_line_that_makes_no_sense_is_named(tmp_path: Path, line: dict[str, object], complaint: str) -> None:
@@ -446,7 +443,7 @@ def test_losses_of_different_tokenizers_have_no_best(run: Path, tmp_path: Path) 
         write_lines(other, [start | {"learns": learns}, *lines])
         summary = json.loads((other / "summary.json").read_text()) | {"eval_loss": 1.2, "train_loss": 1.1}
         (other / "summary.json").write_text(json.dumps(summary))
-        runs = [replace(one, learns=replace(one.learns, tokenizer="bytes")), read_run(other)]
+        runs = [replace(one, learns=one.learns.model_copy(update={"tokenizer": "bytes"})), read_run(other)]
         table = comparison_table(runs, WRITTEN_S)
         row = table[table.index("evaluation loss") :].split("</tr>")[0]
         assert ("best" in row) == has_best
@@ -490,15 +487,6 @@ def test_the_top_of_a_page_lists_what_a_run_learns_from(run: Path, tmp_path: Pat
     ):
         assert words in text
     for words in ("owner/tokenizer", "answers only", "1,234 samples"):
-        assert words in text
-    older = make_run(tmp_path / "older")
-    (older / "data.json").write_text(
-        '{"source": "texts/", "num_samples": 4800, "num_tokens": 9600, "sha256": ""}'
-    )
-    parameters = [{"shape": [10, 20], "trainable": True}, {"shape": [5], "trainable": False}]
-    (older / "graph.json").write_text(json.dumps({"parameters": parameters}))
-    text = facts(read_run(older))
-    for words in ("205, of which 200 learn", "texts/", "9,600 tokens, 4,800 samples", "2 in 300 steps"):
         assert words in text
     assert "Data" not in facts(read_run(run))
 

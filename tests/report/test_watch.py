@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from bireme.report.page.server import LivePage, PageServer
+from bireme.report.page.page import LivePage, PageServer
 from tests.support.command import bireme
 from tests.support.patience import patience_s
 from tests.support.run_folders import lines_of, make_run, write_lines
@@ -36,9 +36,9 @@ def page_of(server: PageServer, rest: str = "") -> str:
 def test_the_page_follows_a_run_from_before_its_begin_to_a_damaged_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.report.page.server._LEAST_S", 0.0)
-    monkeypatch.setattr("bireme.report.page.server._PACE", 0.0)
-    monkeypatch.setattr("bireme.report.page.server._AGE_S", math.inf)
+    monkeypatch.setattr("bireme.report.page.page._LEAST_S", 0.0)
+    monkeypatch.setattr("bireme.report.page.page._PACE", 0.0)
+    monkeypatch.setattr("bireme.report.page.page._AGE_S", math.inf)
     folder = tmp_path / "later"
     with served(folder) as server:
         first = page_of(server, "version")
@@ -59,7 +59,7 @@ def test_the_page_follows_a_run_from_before_its_begin_to_a_damaged_log(
 def test_a_page_that_takes_long_is_not_made_again_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.report.page.server._LEAST_S", math.inf)
+    monkeypatch.setattr("bireme.report.page.page._LEAST_S", math.inf)
     folder = make_run(tmp_path / "run")
     page = LivePage(folder, "0.1.0")
     before = page.newest()

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bireme.report.terminal import print_timeline
-from bireme.report.trace import write_trace
+from bireme.report.timeline_document import write_trace
 from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World

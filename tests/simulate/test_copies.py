@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bireme.report.picture import write_picture
-from bireme.report.trace import write_trace
+from bireme.report.timeline_document import write_trace
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import COMPUTE, Kind

@@ -206,10 +206,10 @@ def _show(cluster: "Cluster", notes: tuple[str, ...], written: Path | None, *, a
 
     from bireme.report.cluster_table import print_cluster
 
-    console = Console()
+    console = Console(highlight=False)
     print_cluster(cluster, console)
     if notes:
         console.print()
     for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False)
+        console.print(note, style="dim", markup=False)
     say_written(written)

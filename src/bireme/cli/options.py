@@ -292,7 +292,7 @@ def show(
         return
     from rich.console import Console
 
-    printed(Console())
+    printed(Console(highlight=False))
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from bireme.placement.workload import (
 
 if TYPE_CHECKING:
     from bireme.placement.check import PlacementVerdict
-    from bireme.placement.of_model.from_model import ModelWorkload
+    from bireme.placement.model import ModelWorkload
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
     from bireme.profile.profile import Profile
 
@@ -288,7 +288,7 @@ def place(
 
 def _check_files(picture: Path | None, *documents: Path | None, force: bool) -> None:
     """Refuse files that cannot be written, before a long search."""
-    from bireme.placement.pages.picture import FORMATS, check_renderer
+    from bireme.placement.picture import FORMATS, check_renderer
 
     for path in (picture, *documents):
         endings = FORMATS if path is picture else (".json",)
@@ -333,7 +333,7 @@ class PlacedModel:
         from bireme.model.capture import Captures
         from bireme.model.sources import load_source
         from bireme.model.weights import check_weights
-        from bireme.placement.of_model.from_model import workload_of
+        from bireme.placement.model import workload_of
         from bireme.profile.control import torch_device
         from bireme.profile.optimizers import check_optimizer
         from bireme.profile.profiler import profile
@@ -377,7 +377,7 @@ class PlacedModel:
         self, placement: Placement, path: Path, schedule: str, num_microbatches: int | None
     ) -> str:
         """Write the plan; return a sentence on what moving its cuts to unit boundaries changed."""
-        from bireme.placement.of_model.to_plan import plan_of
+        from bireme.placement.model import plan_of
         from bireme.plan.plan_file import planned_units, write_plan
 
         placed = plan_of(
@@ -439,8 +439,8 @@ def place_and_show(
     """Find a placement and check it, write the files, then print. A wrong placement is a bug."""
     from time import perf_counter
 
-    from bireme.placement.pages.table import advice_on, placement_document, print_placement
     from bireme.placement.solve import solve
+    from bireme.placement.table import advice_on, placement_document, print_placement
     from bireme.report.terminal import progress_bar
 
     workload = read.workload
@@ -467,7 +467,7 @@ def place_and_show(
 
 def _write(workload: Workload, placement: Placement, files: OutputFiles, document: str) -> None:
     from bireme.files import write_text_atomically
-    from bireme.placement.pages.picture import write_placement_picture
+    from bireme.placement.picture import write_placement_picture
     from bireme.placement.workload_file import write_split, write_workload
 
     if files.picture is not None:
@@ -489,7 +489,7 @@ def check_split(
     as_json: bool,
 ) -> bool:
     """Check a split in a file by the `rules` of `check` and print the verdict; whether every rule is kept."""
-    from bireme.placement.pages.table import print_verdict, verdict_document
+    from bireme.placement.table import print_verdict, verdict_document
     from bireme.placement.workload_file import read_split
 
     split = read_split(path, workload)

@@ -133,7 +133,7 @@ def _show(planned: "PlannedRun", explanation: "Explanation | None", *, is_given:
 
     from bireme.report.plan_table import print_explanation, print_plan
 
-    console, answer = Console(), planned.answer
+    console, answer = Console(highlight=False), planned.answer
     sums = planned.request.sums.codec
     print_plan(answer, planned.profile, planned.planning_s, console, sums=sums, is_given=is_given)
     if explanation is not None:
@@ -142,7 +142,7 @@ def _show(planned: "PlannedRun", explanation: "Explanation | None", *, is_given:
     for note in planned.notes:
         if note in shown:
             continue
-        console.print(f"\n{note}", style="yellow", markup=False, highlight=False)
+        console.print(f"\n{note}", style="yellow", markup=False)
 
 
 # Files: the plan, and what it is exported to.
@@ -262,7 +262,7 @@ def profile(
         from bireme.profile.profile import save_profile
 
         save_profile(found, output)
-    from bireme.report.profile_table import print_profile
+    from bireme.report.memory_table import print_profile
 
     show(partial(_document, found), partial(print_profile, found), as_json=as_json)
     if output is not None and not as_json:

@@ -66,7 +66,7 @@ def report(
 
         write_text_atomically(written, page(runs, now, __version__))
     if as_json:
-        from bireme.report.page.document import runs_document
+        from bireme.report.page.figures import runs_document
 
         files = {
             "page": None if written is None else str(written),
@@ -78,7 +78,7 @@ def report(
 
 
 def _write_trace(run: "Run", path: Path) -> None:
-    from bireme.report.trace import write_trace
+    from bireme.report.timeline_document import write_trace
 
     timeline = run.predicted if run.measured is None else run.measured
     if timeline is None:
@@ -109,8 +109,8 @@ def watch(
 
     [dim]bireme watch runs/my-run[/dim]
     """
+    from bireme.report.page.page import LivePage, PageServer
     from bireme.report.page.run import read_run
-    from bireme.report.page.server import LivePage, PageServer
 
     if folder.exists() and (not folder.is_dir() or any(folder.glob("*/metrics.jsonl"))):
         read_run(folder)  # refuses a folder of runs, and names one of them

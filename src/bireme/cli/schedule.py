@@ -150,7 +150,7 @@ def _list(*, as_json: bool) -> None:
     table.columns[0].style = "bold"
     for known in SCHEDULES.values():
         table.add_row(known.name, known.summary)
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
     console.print("\nDraw one: bireme schedule NAME --stages D --microbatches M --batches N", style="dim")
 
@@ -196,15 +196,13 @@ def _print(program: "Program", report: "CheckReport | None", csv: Path | None) -
 
     from bireme.report.terminal import print_program
 
-    console = Console()
+    console = Console(highlight=False)
     if report is None or report.ok:
         print_program(program, console)
     if report is not None:
         _print_report(program, report, console)
     if csv is not None:
-        console.print(
-            f"Wrote one batch in torch's format to {csv}.", markup=False, highlight=False, soft_wrap=True
-        )
+        console.print(f"Wrote one batch in torch's format to {csv}.", markup=False, soft_wrap=True)
 
 
 def _print_report(program: "Program", report: "CheckReport", console: "Console") -> None:
@@ -213,19 +211,18 @@ def _print_report(program: "Program", report: "CheckReport", console: "Console")
     from bireme.report.terminal import columns
 
     for problem in report.problems:
-        console.print(f"[red]✗[/red] {escape(problem)}", highlight=False)
+        console.print(f"[red]✗[/red] {escape(problem)}")
     if report.deadlock is not None:
-        console.print("[red]✗[/red] Deadlock; each rank waits for the next:", highlight=False)
+        console.print("[red]✗[/red] Deadlock; each rank waits for the next:")
         for wait in report.deadlock:
-            console.print(f"    {wait}", highlight=False)
+            console.print(f"    {wait}")
         if not report.deadlock_if_buffered:
             console.print("    It would run if sends completed before they are received.", style="dim")
     if not report.ok:
         return
     console.print(
         f"[green]✓[/green] {program.num_instructions:,} instructions: every pass once, on the right "
-        "version; every message matched; no deadlock.",
-        highlight=False,
+        "version; every message matched; no deadlock."
     )
     table = columns(("rank", "stages", "weight versions", "stashed micro-batches", "receive buffers"))
     for kept in report.ranks:

@@ -256,8 +256,8 @@ def simulate(
             overlap_reduce=overlap_reduce,
             agree=agree,
         )
-        from bireme.report.document import comparison_document
         from bireme.report.terminal import print_comparison
+        from bireme.report.timeline_document import comparison_document
 
         outcomes = list(contenders)
         show(partial(comparison_document, outcomes), partial(print_comparison, outcomes), as_json=as_json)
@@ -384,7 +384,7 @@ def _budgets(tables: "Tables") -> "Budgets | None":
 
 def _write(timeline: "Timeline", trace: Path | None, picture: Path | None) -> None:
     if trace is not None:
-        from bireme.report.trace import write_trace
+        from bireme.report.timeline_document import write_trace
 
         write_trace(timeline, trace)
     if picture is not None:
@@ -434,8 +434,8 @@ def _advice(
 
 
 def _show(timeline: "Timeline", advice: "Lookahead | None", *written: Path | None, as_json: bool) -> None:
-    from bireme.report.document import timeline_document
     from bireme.report.terminal import print_timeline
+    from bireme.report.timeline_document import timeline_document
 
     show(
         lambda: timeline_document(timeline, advice),

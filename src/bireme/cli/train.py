@@ -259,7 +259,7 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
     from bireme.train.plan_search import first_delayed_step, is_short
     from bireme.train.run_data import learns
 
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, highlight=False)
     print_prepared(
         prepared.run.model.source,
         prepared.machines.cluster,
@@ -275,7 +275,7 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
     run, plan = prepared.run, prepared.plan.plan
     clipped = apart_note(plan, run.training.clip_norm)
     for sentence in (*idle_keys(run, plan), *idle_codec(run, plan), *clipped):
-        console.print(sentence, style="yellow", markup=False, highlight=False)
+        console.print(sentence, style="yellow", markup=False)
 
 
 def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
@@ -290,7 +290,7 @@ def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
         from bireme.report.train_table import print_summary
 
         is_stopped, is_lost = finished.is_stopped, bool(finished.lost)
-        print_summary(finished.summary, Console(), is_stopped=is_stopped, is_lost=is_lost)
+        print_summary(finished.summary, Console(highlight=False), is_stopped=is_stopped, is_lost=is_lost)
     if finished.lost:
         tell(finished.lost)
 

@@ -90,8 +90,7 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     kinds = len(Symmetry(cluster).classes())
     console.print(
         f"{counted(cluster.num_devices, 'device')} in {counted(len(cluster.servers), 'server')}; "
-        + ("all are alike" if kinds == 1 else f"{kinds} kinds that differ in themselves or in their links"),
-        highlight=False,
+        + ("all are alike" if kinds == 1 else f"{kinds} kinds that differ in themselves or in their links")
     )
     devices, links = [], []
     for names, server in _runs(cluster):

@@ -82,7 +82,7 @@ def print_data(view: DataView, console: Console) -> None:
     """What was recognized, the counts, then the samples."""
 
     def say(text: str, style: str = "") -> None:
-        console.print(Text(text, style), highlight=False)
+        console.print(Text(text, style))
 
     for source in view.sources:
         columns = f" ({'column' if len(source.columns) == 1 else 'columns'} {', '.join(source.columns)})"

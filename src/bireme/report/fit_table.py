@@ -74,8 +74,7 @@ def print_fit(found: Fit, tokens: float, console: Console) -> None:
     console.print(
         f"[bold]{escape(shape.name)}[/bold], {shape.num_parameters / 1e9:.3g}B parameters{active}, "
         f"{question.trained}; batches of {counted(question.batch_size, 'sequence')} of "
-        f"{counted(question.length, 'token')}\n",
-        highlight=False,
+        f"{counted(question.length, 'token')}\n"
     )
     headings = ("machines", "fits", "tightest device", "tokens/s", f"hours for {_amount(tokens)}")
     table = columns(headings, words=("machines", "fits", "tightest device"), wrapped=("machines",))
@@ -85,10 +84,10 @@ def print_fit(found: Fit, tokens: float, console: Console) -> None:
     console.print(table)
     row = found.rows[-1]
     console.print()
-    console.print(_plan_words(row), highlight=False, markup=False)
+    console.print(_plan_words(row), markup=False)
     _print_helps(found.helps, found.no_help, found.untried, console)
     for note in found.notes:
-        console.print(note, style="dim", highlight=False, markup=False)
+        console.print(note, style="dim", markup=False)
 
 
 def _memory(row: MachinesFit) -> str:
@@ -102,10 +101,7 @@ def _pace(row: MachinesFit, tokens: float) -> tuple[str, str]:
     if rate is None:
         return "–", "–"
     hours = _hours(rate, tokens)
-    return (
-        f"{rate.low:,.0f} to {rate.high:,.0f}",
-        f"{hours['least']:,.3g} to {hours['most']:,.3g}",
-    )
+    return (f"{rate.low:,.0f} to {rate.high:,.0f}", f"{hours['least']:,.3g} to {hours['most']:,.3g}")
 
 
 def _plan_words(row: MachinesFit) -> str:
@@ -145,11 +141,7 @@ def _print_helps(
     if helps:
         console.print(table)
     if no_help:
-        console.print(f"No help: {escape('; '.join(no_help))}.", style="dim", highlight=False)
+        console.print(f"No help: {escape('; '.join(no_help))}.", style="dim")
     if untried:
-        console.print(
-            f"Not tried, for lack of time (--within): {escape('; '.join(untried))}.",
-            style="dim",
-            highlight=False,
-        )
+        console.print(f"Not tried, for lack of time (--within): {escape('; '.join(untried))}.", style="dim")
     console.print()

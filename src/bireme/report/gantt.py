@@ -17,12 +17,23 @@ from bireme.files import write_text_atomically
 from bireme.profile.behavior import Behavior, MemoryBlock, Owner
 from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
-from bireme.report.axes import round_step
 from bireme.report.lanes import plain_seconds
 from bireme.report.markup import svg
 from bireme.report.memory_table import footprint
 from bireme.report.palette import Colour
-from bireme.report.shapes import Anchor, Line, Picture, Rect, Shape, Text, heading, printable, text_width
+from bireme.report.shapes import (
+    Anchor,
+    Line,
+    Picture,
+    Quantity,
+    Rect,
+    Scale,
+    Shape,
+    Text,
+    heading,
+    printable,
+    text_width,
+)
 
 # Rows for blocks that come and go: each gets a range of bytes that no other block has while it lives.
 #
@@ -70,6 +81,7 @@ _ABOVE, _FOOTPRINT = 24, 110
 SPACE = 14
 _LIVES = 560
 """The parts of the picture from above: the tops of the first, and the heights of the others."""
+_BOTTOM = _PHASES + _PHASE + _ABOVE + _FOOTPRINT + SPACE + _LIVES
 _LEAST = 0.5
 """The height in pixels below which a block is left out."""
 _MARKED = 4
@@ -127,16 +139,15 @@ def gantt(title: str, behavior: Behavior, plan: SwapPlan) -> Picture:
     """The picture, 1400 pixels wide."""
     view = _view(behavior)
     title = printable(title)
-    bottom = view.top + _LIVES
     shapes = [
         *heading(title, _figures(view, plan), MARGIN, WIDTH - 2 * MARGIN),
         *_legend(view),
-        *_axes(view, bottom),
+        *_axes(view),
         *_footprint(view),
         *_lives(view, plan.swaps),
-        *_peak(view, bottom),
+        *_peak(view),
     ]
-    return Picture(WIDTH, bottom + 40, title, tuple(shapes))
+    return Picture(WIDTH, _BOTTOM + 40, title, tuple(shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +157,21 @@ class _View:
     behavior: Behavior
     blocks: tuple[MemoryBlock, ...]
     offsets: dict[int, int]
-    top: int
-    whole_bytes: int
+    time: Scale
+    room: Scale
+    """Of bytes, from the bottom of the lives to their top."""
 
     def x(self, at_s: float) -> float:
         """Where a moment is."""
-        share = at_s / self.behavior.duration_s if self.behavior.duration_s else 0.0
-        return LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT)
-
-    def height(self, num_bytes: float) -> float:
-        """How high so many bytes are among the lives."""
-        return num_bytes / self.whole_bytes * _LIVES
+        return self.time.at(at_s)
 
     def y(self, offset: float) -> float:
-        """Where a byte is among them."""
-        return self.top + _LIVES - self.height(offset)
+        """Where a byte is among the lives."""
+        return self.room.at(offset)
+
+    def height(self, num_bytes: float) -> float:
+        """How high so many bytes are among them."""
+        return self.room.start - self.y(num_bytes)
 
     def left_out(self) -> list[MemoryBlock]:
         """Blocks too small to be seen."""
@@ -174,8 +185,9 @@ def _view(behavior: Behavior) -> _View:
     blocks = tuple(block for block in large if block.num_bytes >= least_bytes)
     offsets = packed(blocks, behavior.num_events)
     highest = max((offsets[block.id] + block.num_bytes for block in blocks), default=1)
-    top = _PHASES + _PHASE + _ABOVE + _FOOTPRINT + SPACE
-    return _View(behavior, blocks, offsets, top, max(highest, behavior.peak.num_bytes, 1))
+    time = Scale(0.0, behavior.duration_s or 1.0, LEFT, RIGHT, Quantity.SECONDS)
+    whole_bytes = max(highest, behavior.peak.num_bytes, 1)
+    return _View(behavior, blocks, offsets, time, Scale(0, whole_bytes, _BOTTOM, _BOTTOM - _LIVES))
 
 
 def _figures(view: _View, plan: SwapPlan) -> str:
@@ -207,7 +219,7 @@ def _legend(view: _View) -> Iterator[Shape]:
     yield Text(x + 22, _LEGEND, "pale: could be swapped out", 12, palette.INK)
 
 
-def _axes(view: _View, bottom: float) -> Iterator[Shape]:
+def _axes(view: _View) -> Iterator[Shape]:
     """The phases on top, round times at the bottom, and bytes at the left."""
     behavior = view.behavior
     for span in behavior.spans:
@@ -216,15 +228,14 @@ def _axes(view: _View, bottom: float) -> Iterator[Shape]:
         yield Rect(left, _PHASES, width, _PHASE, palette.LINK_BED, role="phase", title=span.phase)
         if text_width(span.phase, 12) <= right - left:
             yield Text((left + right) / 2, _PHASES + _PHASE / 2, span.phase, 12, palette.INK, Anchor.MIDDLE)
-        yield Line(left, _PHASES, left, bottom, palette.AXIS)
-    step_s = round_step(behavior.duration_s / 10)
-    for i in range(math.floor(behavior.duration_s / step_s + 1e-9) + 1):
-        x = view.x(i * step_s)
-        yield Line(x, bottom, x, bottom + 5, palette.PALE_INK)
-        yield Text(x, bottom + 16, plain_seconds(i * step_s), 12, palette.PALE_INK, Anchor.MIDDLE)
-    yield Line(LEFT, bottom, RIGHT, bottom, palette.PALE_INK)
-    step_bytes = 2 ** math.ceil(math.log2(max(view.whole_bytes / _MOST_TICKS, 1)))
-    for num_bytes in range(0, view.whole_bytes + 1, step_bytes):
+        yield Line(left, _PHASES, left, _BOTTOM, palette.AXIS)
+    for moment_s in view.time.marks(10):
+        x = view.x(moment_s)
+        yield Line(x, _BOTTOM, x, _BOTTOM + 5, palette.PALE_INK)
+        yield Text(x, _BOTTOM + 16, plain_seconds(moment_s), 12, palette.PALE_INK, Anchor.MIDDLE)
+    yield Line(LEFT, _BOTTOM, RIGHT, _BOTTOM, palette.PALE_INK)
+    step_bytes = 2 ** math.ceil(math.log2(max(view.room.most / _MOST_TICKS, 1)))
+    for num_bytes in range(0, int(view.room.most) + 1, step_bytes):
         y = view.y(num_bytes)
         yield Line(LEFT - 5, y, RIGHT, y, palette.AXIS)
         yield Text(LEFT - 9, y, bytes_text(num_bytes), 12, palette.PALE_INK, Anchor.END)
@@ -281,10 +292,10 @@ def _marks(view: _View) -> Iterator[Shape]:
         )
 
 
-def _peak(view: _View, bottom: float) -> Iterator[Shape]:
+def _peak(view: _View) -> Iterator[Shape]:
     peak = view.behavior.peak
     x = view.x(peak.at_s)
-    yield Line(x, _PHASES + _PHASE, x, bottom, palette.TRIAL, 1.2)
+    yield Line(x, _PHASES + _PHASE, x, _BOTTOM, palette.TRIAL, 1.2)
     text = f"peak {bytes_text(peak.num_bytes)}"
     is_right = x + text_width(text, 12) + 8 > RIGHT
     anchor = Anchor.END if is_right else Anchor.START

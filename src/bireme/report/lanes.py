@@ -8,13 +8,12 @@ batches that a reader can distinguish.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 
 from bireme.bounds import seconds_text
 from bireme.report import palette
-from bireme.report.axes import Scale
-from bireme.report.shapes import Anchor, Flag, Rect, Shape, Text, fitted, text_width
+from bireme.report.shapes import Anchor, Flag, Rect, Scale, Shape, Text, fitted, text_width
 from bireme.schedule.grid import NAMES, number, rank_name
 from bireme.schedule.instruction import AVERAGES, COMPUTE, Instruction, Kind, moved_item
 from bireme.timeline.timeline import (
@@ -82,15 +81,12 @@ def plain_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LaneRow:
-    """All of one rank: the tops of its computations, of its strip of versions, and of each of its links and
-    ways between tiers.
-    """
+    """All of one rank: the tops of its computations, of its strip of versions, and of each of its lines."""
 
     rank: RankTimeline
     y: float
     strip_y: float
-    links: tuple[tuple[Transfers, float], ...]
-    copies: tuple[tuple[Copies, float], ...]
+    lines: tuple[tuple[Transfers | Copies, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,34 +101,25 @@ class Lanes:
     lane: float
     """The height of a rank's computations."""
     has_strips: bool
-    links: tuple[tuple[Transfers, ...], ...]
-    """For each rank what comes to it and takes time."""
-    copies: tuple[tuple[Copies, ...], ...]
-    """For each rank the ways of its chunks between tiers that take time."""
+    lines: tuple[tuple[Transfers | Copies, ...], ...]
+    """For each rank what comes to it, then the ways of its chunks between tiers, if that takes time."""
     head: float = 0.0
     """Room above each lane for the rank's name; 0 puts the name to the left of the lane."""
 
     def height_of(self, rank: int) -> float:
         """Of all that belongs to a rank."""
         strip = SPACE + _STRIP if self.has_strips else 0
-        lines = len(self.links[rank]) + len(self.copies[rank])
-        return self.head + _FLAG + self.lane + strip + lines * (SPACE + _LINK)
+        return self.head + _FLAG + self.lane + strip + len(self.lines[rank]) * (SPACE + _LINK)
 
     def rows(self, top: float) -> Iterator["_LaneRow"]:
         """Where the parts of each rank are."""
         for rank in self.timeline.ranks:
             y = top + self.head + _FLAG
             strip_y = y + self.lane + SPACE
-            link_y = strip_y + _STRIP + SPACE if self.has_strips else strip_y
-            links, copies = self.links[rank.rank], self.copies[rank.rank]
-            places = [link_y + place * (_LINK + SPACE) for place in range(len(links) + len(copies))]
-            yield _LaneRow(
-                rank,
-                y,
-                strip_y,
-                tuple(zip(links, places, strict=False)),
-                tuple(zip(copies, places[len(links) :], strict=True)),
-            )
+            first_y = strip_y + _STRIP + SPACE if self.has_strips else strip_y
+            lines = enumerate(self.lines[rank.rank])
+            placed = tuple((line, first_y + place * (_LINK + SPACE)) for place, line in lines)
+            yield _LaneRow(rank, y, strip_y, placed)
             top += self.height_of(rank.rank) + _GAP
 
     @property
@@ -155,15 +142,9 @@ class Lanes:
                 yield Text(
                     left - 8, row.strip_y + _STRIP / 2, "version", _SMALL, palette.PALE_INK, Anchor.END
                 )
-            for transfers, y in row.links:
-                what = f"from rank {transfers.source}"
-                if transfers.is_sync:
-                    what = sync_name(self.timeline, transfers)
-                yield Text(left - 8, y + _LINK / 2, what, _SMALL, palette.PALE_INK, Anchor.END)
-                yield Rect(left, y, width, _LINK, palette.LINK_BED, role="link")
-            for copies, y in row.copies:
-                what = f"{copies.source} to {copies.destination}"
-                yield Text(left - 8, y + _LINK / 2, what, _SMALL, palette.PALE_INK, Anchor.END)
+            for line, y in row.lines:
+                name = _line_name(self.timeline, line)
+                yield Text(left - 8, y + _LINK / 2, name, _SMALL, palette.PALE_INK, Anchor.END)
                 yield Rect(left, y, width, _LINK, palette.LINK_BED, role="link")
 
     def work(self, top: float) -> Iterator[Shape]:
@@ -178,10 +159,8 @@ class Lanes:
                     yield from self._step(interval, row.y)
             if self.has_strips:
                 yield from self._strip(computed, row.strip_y)
-            for transfers, y in row.links:
-                yield from self._messages(transfers, y)
-            for copies, y in row.copies:
-                yield from self._copied(row.rank, copies, y)
+            for line, y in row.lines:
+                yield from self._bars(row.rank, line, y)
 
     def intervals(self, rank: RankTimeline) -> Iterator[Interval]:
         """What uses the device and can be seen."""
@@ -252,29 +231,18 @@ class Lanes:
                     left + width / 2, y + _STRIP / 2, text, 9, palette.on(colour), Anchor.MIDDLE, within=width
                 )
 
-    def _messages(self, transfers: Transfers, y: float) -> Iterator[Shape]:
-        track = self.timeline.ranks[transfers.destination].track
+    def _bars(self, rank: RankTimeline, line: Transfers | Copies, y: float) -> Iterator[Shape]:
+        """The messages or copies of a line."""
+        causes = line.posted_by if isinstance(line, Copies) else line.received_by
         for start_s, end_s, index, num_bytes in zip(
-            transfers.start_s, transfers.end_s, transfers.received_by, transfers.num_bytes, strict=True
+            line.start_s, line.end_s, causes, line.num_bytes, strict=True
         ):
             if start_s < self.scale.most and end_s > start_s:
                 left, width = self._span(start_s, end_s)
-                colour, what = _message(track[index], is_sync=transfers.is_sync)
-                title = f"{what} from rank {transfers.source}, {num_bytes:,.0f} bytes"
-                yield Rect(left, y, width, _LINK, colour, role="message", title=title)
-
-    def _copied(self, rank: RankTimeline, copies: Copies, y: float) -> Iterator[Shape]:
-        for start_s, end_s, index, num_bytes in zip(
-            copies.start_s, copies.end_s, copies.posted_by, copies.num_bytes, strict=True
-        ):
-            if start_s >= self.scale.most:
-                return
-            step = rank.track[index]
-            if end_s > start_s:
-                left, width = self._span(start_s, end_s)
-                shade = Kind.FORWARD if step.kind is Kind.FETCH else Kind.BACKWARD
-                title = f"{moved_item(step)} of stage {step.stage}, {num_bytes:,.0f} bytes"
-                yield Rect(left, y, width, _LINK, palette.fill(step.batch, shade), role="copy", title=title)
+                colour, what = _load(rank.track[index], line)
+                role = "copy" if isinstance(line, Copies) else "message"
+                title = f"{what}, {num_bytes:,.0f} bytes"
+                yield Rect(left, y, width, _LINK, colour, role=role, title=title)
 
 
 def lanes_of(
@@ -294,49 +262,30 @@ def lanes_of(
         margin=margin,
         lane=next((height for most, height in _HEIGHTS if num_lanes <= most), _LOWEST),
         has_strips=len({step.version for step in steps}) > 1,
-        links=tuple(
-            tuple(t for t in timeline.transfers if t.destination == rank and _takes_time(t))
+        lines=tuple(
+            (
+                *(one for one in timeline.transfers if one.destination == rank and _takes_time(one)),
+                *(
+                    copies
+                    for moved in timeline.paging
+                    for copies in moved.copies
+                    if moved.rank == rank and _takes_time(copies)
+                ),
+            )
             for rank in range(program.num_ranks)
         ),
-        copies=tuple(_copies_of(timeline, rank) for rank in range(program.num_ranks)),
         head=head,
     )
 
 
-def contents_of(pictures: Sequence[Lanes]) -> "Contents":
-    """What of all that the legend must explain."""
-    steps = {
-        interval.instruction
-        for lanes in pictures
-        for rank in lanes.timeline.ranks
-        for interval in lanes.intervals(rank)
-    }
-    links = {
-        sync_name(lanes.timeline, transfers) if transfers.is_sync else "link"
-        for lanes in pictures
-        for into in lanes.links
-        for transfers in into
-    }
-    programs = [lanes.timeline.program for lanes in pictures]
-    return Contents(
-        batches=tuple(sorted({step.batch for step in steps if step.kind in COMPUTE})),
-        kinds=frozenset(step.kind for step in steps),
-        has_versions=any(lanes.has_strips for lanes in pictures),
-        has_links="link" in links,
-        has_syncs=GRADIENT_SYNC in links,
-        has_averages=AVERAGE_SYNC in links,
-        has_copies=any(of_rank for lanes in pictures for of_rank in lanes.copies),
-        most_stages=max(len(one.stages_of(rank)) for one in programs for rank in range(one.num_ranks)),
-    )
+def _takes_time(line: Transfers | Copies) -> bool:
+    return any(end > start for start, end in zip(line.start_s, line.end_s, strict=True))
 
 
-def _copies_of(timeline: Timeline, rank: int) -> tuple[Copies, ...]:
-    moved = (one for one in timeline.paging if one.rank == rank)
-    return tuple(copies for one in moved for copies in one.copies if _takes_time(copies))
-
-
-def _takes_time(transfers: Transfers | Copies) -> bool:
-    return any(end > start for start, end in zip(transfers.start_s, transfers.end_s, strict=True))
+def _line_name(timeline: Timeline, line: Transfers | Copies) -> str:
+    if isinstance(line, Copies):
+        return f"{line.source} to {line.destination}"
+    return sync_name(timeline, line) if line.is_sync else f"from rank {line.source}"
 
 
 def _apart(width: float) -> float:
@@ -344,18 +293,23 @@ def _apart(width: float) -> float:
     return width - 1 if width > 4 else width
 
 
-def _message(step: Instruction, *, is_sync: bool) -> tuple[palette.Colour, str]:
-    """The colour of a message, and what it brings."""
-    if is_sync and step.kind is Kind.AVERAGE_START:
-        return palette.AVERAGE, "means of weights"
-    if is_sync:
-        return palette.SYNC, "sums of gradients"
-    if step.kind in (Kind.FORWARD, Kind.RECV_FORWARD):
-        return palette.fill(step.batch, Kind.FORWARD), "activations"
-    return palette.fill(step.batch, Kind.BACKWARD), "gradients"
+def _load(step: Instruction, line: Transfers | Copies) -> tuple[palette.Colour, str]:
+    """The colour of a message or copy, and what it brings."""
+    if isinstance(line, Copies):
+        shade = Kind.FORWARD if step.kind is Kind.FETCH else Kind.BACKWARD
+        return palette.fill(step.batch, shade), f"{moved_item(step)} of stage {step.stage}"
+    if line.is_sync and step.kind is Kind.AVERAGE_START:
+        colour, what = palette.AVERAGE, "means of weights"
+    elif line.is_sync:
+        colour, what = palette.SYNC, "sums of gradients"
+    elif step.kind in (Kind.FORWARD, Kind.RECV_FORWARD):
+        colour, what = palette.fill(step.batch, Kind.FORWARD), "activations"
+    else:
+        colour, what = palette.fill(step.batch, Kind.BACKWARD), "gradients"
+    return colour, f"{what} from rank {line.source}"
 
 
-# What the colours and signs mean, in rows under the lanes.
+# What the colours and signs mean, in rows under the lanes. What does not occur is not explained.
 
 _ROW = 26
 SWATCH = 16
@@ -365,131 +319,98 @@ _BETWEEN = 22
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What occurs in a picture; nothing else is explained."""
-
-    batches: tuple[int, ...]
-    kinds: frozenset[Kind]
-    has_versions: bool
-    has_links: bool
-    has_syncs: bool
-    has_copies: bool
-    has_averages: bool
-    most_stages: int
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """A sample, drawn from its top left corner, and its meaning."""
+    """A sample, drawn from its top left corner at 0, and its meaning."""
 
     width: float
-    sample: Callable[[float, float], list[Rect]]
+    sample: tuple[Rect, ...]
     text: str
 
 
-def legend(contents: Contents, left: float, top: float, width: float) -> list[Shape]:
+def legend(pictures: Sequence[Lanes], left: float, top: float, width: float) -> list[Shape]:
     """The legend from a corner on, in rows no wider than `width`: the batches, then the rest."""
     shapes: list[Shape] = []
     y = top
-    for row in (_batches(contents), _signs(contents)):
+    for row in entries(pictures):
         x = left
         for entry in row:
             needed = entry.width + 6 + text_width(entry.text, _SIZE)
             if x > left and x + needed > left + width:
                 x, y = left, y + _ROW
-            shapes += entry.sample(x, y)
+            shapes += [replace(rect, x=rect.x + x, y=rect.y + y) for rect in entry.sample]
             shapes.append(Text(x + entry.width + 6, y + SWATCH / 2, entry.text, _SIZE, palette.INK))
             x += needed + _BETWEEN
         y += _ROW
     return shapes
 
 
-def entries(contents: Contents) -> Iterator[Entry]:
-    """All entries, for a page that lets them flow."""
-    yield from _batches(contents)
-    yield from _signs(contents)
+def entries(pictures: Sequence[Lanes]) -> tuple[list[Entry], list[Entry]]:
+    """The entries about batches, and the others."""
+    ranks = [(lanes, rank) for lanes in pictures for rank in lanes.timeline.ranks]
+    steps = {interval.instruction for lanes, rank in ranks for interval in lanes.intervals(rank)}
+    batches = sorted({step.batch for step in steps if step.kind in COMPUTE})
+    kinds = {step.kind for step in steps}
+    return list(_batches(batches, kinds)), list(_signs(pictures, batches, kinds))
 
 
-def _batches(contents: Contents) -> Iterator[Entry]:
-    kinds = [kind for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT) if kind in contents.kinds]
+def _batches(batches: Sequence[int], kinds: Set[Kind]) -> Iterator[Entry]:
+    shown = [kind for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT) if kind in kinds]
     for hue in range(len(palette.HUES)):
-        same = [str(batch) for batch in contents.batches if batch % len(palette.HUES) == hue]
+        same = [str(batch) for batch in batches if batch % len(palette.HUES) == hue]
         if same:
-            colours = [palette.fill(hue, kind) for kind in kinds]
-            yield Entry(SWATCH * len(colours), _beside(colours), f"batch {', '.join(same)}")
-    yield Entry(-6, _nothing, "numbers: micro-batches, counted through all batches")
+            yield _beside([palette.fill(hue, kind) for kind in shown], f"batch {', '.join(same)}")
+    yield Entry(-6, (), "numbers: micro-batches, counted through all batches")
 
 
-def _signs(contents: Contents) -> Iterator[Entry]:
-    first = contents.batches[0] if contents.batches else 0
+def _signs(pictures: Sequence[Lanes], batches: Sequence[int], kinds: Set[Kind]) -> Iterator[Entry]:
+    first = batches[0] if batches else 0
     for kind in palette.SHADES:
-        if kind in contents.kinds:
-            yield Entry(SWATCH, _beside([palette.fill(first, kind)]), NAMES[kind])
-    yield Entry(2 * SWATCH, _idle, "idle (bubble)")
-    if Kind.UPDATE in contents.kinds:
-        yield Entry(8, _flag_key(-6, palette.UPDATE), "update")
-    if Kind.TRIAL in contents.kinds:
-        yield Entry(8, _flag_key(0, palette.TRIAL), "trial step")
-    if AVERAGES & contents.kinds:
-        yield Entry(8, _flag_key(0, palette.AVERAGE), "average of weights starts, ends")
-    if contents.has_versions:
+        if kind in kinds:
+            yield _beside([palette.fill(first, kind)], NAMES[kind])
+    idle = Rect(0, 0, 2 * SWATCH, SWATCH, palette.IDLE, palette.IDLE_STRIPES, role="key")
+    yield Entry(2 * SWATCH, (idle,), "idle (bubble)")
+    if Kind.UPDATE in kinds:
+        yield _flag_key(-6, palette.UPDATE, "update")
+    if Kind.TRIAL in kinds:
+        yield _flag_key(0, palette.TRIAL, "trial step")
+    if kinds & AVERAGES:
+        yield _flag_key(0, palette.AVERAGE, "average of weights starts, ends")
+    if any(lanes.has_strips for lanes in pictures):
         colours = [palette.version_fill(0), palette.version_fill(1)]
-        yield Entry(2 * SWATCH, _beside(colours, 12), "weight version computed on, even and odd")
-    if contents.most_stages > 1:
-        low = SWATCH if contents.most_stages == 2 else SWATCH / 2
-        meaning = "bar: stage of the rank; higher is earlier in the model"
-        yield Entry(2 * SWATCH, _stage_bars(first, low - 3), meaning)
-    if contents.has_links:
-        colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
-        yield Entry(2 * SWATCH, _beside(colours, 6), "activations and gradients sent to the rank")
-    if contents.has_syncs:
-        yield Entry(SWATCH, _beside([palette.SYNC], 6), "gradient sync with replicas")
-    if contents.has_averages:
-        yield Entry(SWATCH, _beside([palette.AVERAGE], 6), "average of weights with replicas")
-    if contents.has_copies:
-        colours = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
-        yield Entry(2 * SWATCH, _beside(colours, 6), "chunks fetched from the tier below and evicted to it")
+        yield _beside(colours, "weight version computed on, even and odd", 12)
+    programs = [lanes.timeline.program for lanes in pictures]
+    most_stages = max(len(one.stages_of(rank)) for one in programs for rank in range(one.num_ranks))
+    if most_stages > 1:
+        yield _stage_bars(first, SWATCH if most_stages == 2 else SWATCH / 2)
+    both = [palette.fill(first, Kind.FORWARD), palette.fill(first, Kind.BACKWARD)]
+    lines = [(lanes.timeline, line) for lanes in pictures for own in lanes.lines for line in own]
+    sent = [(timeline, line) for timeline, line in lines if isinstance(line, Transfers)]
+    syncs = {sync_name(timeline, line) for timeline, line in sent if line.is_sync}
+    if any(not line.is_sync for _, line in sent):
+        yield _beside(both, "activations and gradients sent to the rank", 6)
+    if GRADIENT_SYNC in syncs:
+        yield _beside([palette.SYNC], "gradient sync with replicas", 6)
+    if AVERAGE_SYNC in syncs:
+        yield _beside([palette.AVERAGE], "average of weights with replicas", 6)
+    if len(lines) > len(sent):
+        yield _beside(both, "chunks fetched from the tier below and evicted to it", 6)
 
 
-def _beside(colours: list[palette.Colour], height: float = SWATCH) -> Callable[[float, float], list[Rect]]:
-    def sample(x: float, y: float) -> list[Rect]:
-        top = y + (SWATCH - height) / 2
-        return [
-            Rect(x + SWATCH * i, top, SWATCH, height, colour, role="key") for i, colour in enumerate(colours)
-        ]
-
-    return sample
+def _beside(colours: Sequence[palette.Colour], text: str, height: float = SWATCH) -> Entry:
+    top = (SWATCH - height) / 2
+    swatches = (Rect(SWATCH * i, top, SWATCH, height, colour, role="key") for i, colour in enumerate(colours))
+    return Entry(SWATCH * len(colours), tuple(swatches), text)
 
 
-def _idle(x: float, y: float) -> list[Rect]:
-    return [Rect(x, y, 2 * SWATCH, SWATCH, palette.IDLE, palette.IDLE_STRIPES, role="key")]
+def _flag_key(offset: float, colour: palette.Colour, text: str) -> Entry:
+    pole = Rect(-offset - 1, 0, 2, SWATCH, colour, role="key")
+    return Entry(8, (pole, Rect(0, 0, 6, 5, colour, role="key")), text)
 
 
-def _flag_key(offset: float, colour: palette.Colour) -> Callable[[float, float], list[Rect]]:
-    def sample(x: float, y: float) -> list[Rect]:
-        pole = x - offset
-        return [
-            Rect(pole - 1, y, 2, SWATCH, colour, role="key"),
-            Rect(pole + offset, y, 6, 5, colour, role="key"),
-        ]
-
-    return sample
-
-
-def _stage_bars(batch: int, low: float) -> Callable[[float, float], list[Rect]]:
+def _stage_bars(batch: int, low: float) -> Entry:
     colour = palette.fill(batch, Kind.FORWARD)
-    bar = palette.darker(colour)
-
-    def sample(x: float, y: float) -> list[Rect]:
-        return [
-            Rect(x, y, SWATCH - 1, SWATCH, colour, role="key"),
-            Rect(x, y, SWATCH - 1, 3, bar, role="key"),
-            Rect(x + SWATCH, y, SWATCH - 1, SWATCH, colour, role="key"),
-            Rect(x + SWATCH, y + low, SWATCH - 1, 3, bar, role="key"),
-        ]
-
-    return sample
-
-
-def _nothing(_x: float, _y: float) -> list[Rect]:
-    return []
+    swatches = [Rect(x, 0, SWATCH - 1, SWATCH, colour, role="key") for x in (0, SWATCH)]
+    bars = [
+        Rect(x, y, SWATCH - 1, 3, palette.darker(colour), role="key") for x, y in ((0, 0), (SWATCH, low - 3))
+    ]
+    return Entry(2 * SWATCH, (*swatches, *bars), "bar: stage of the rank; higher is earlier in the model")

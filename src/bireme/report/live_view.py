@@ -1,24 +1,260 @@
-"""The live view of a run in a terminal: the newest figures at the bottom, all other output above them.
+"""A run that trains now, as its events describe it, and as lines of text for a terminal of any width."""
 
-While the view is open, standard output and standard error of this process, and of all processes that it
-starts, are a pipe. One thread reads the pipe: events of the run change the view, and text is printed above
-it. So no process needs to know where the view is on the screen.
-"""
-
+import math
 import os
 import select
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from time import monotonic
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from bireme.report.live_run import LiveRun
-from bireme.report.run_lines import EVENTS, MARK, event_in
+from bireme.bounds import bytes_text, counted, rate_text
+from bireme.report.run_lines import EVENTS, MARK, RunEvent, clock_text, event_in, event_text, speed_text
+
+_MOST_LOSSES = 2000
+_MOST_RANKS = 12
+_LEAST_BAR, _MOST_BAR = 10, 60
+_SPARKS = 48
+_FULL = 0.95
+"""From this share of its memory on a device is nearly full."""
+_WIDE = 76
+"""In narrower terminals the link of a rank has a line of its own."""
+
+_SCROLLED = ("evaluation", "schedule", "shares", "recovery", "warning", "private")
+"""Events that get a line above the view."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Signs:
+    """Signs of bars and sparklines."""
+
+    full: str
+    empty: str
+    sparks: str
+    arrow: str
+
+
+_UNICODE = _Signs("━", "─", "▁▂▃▄▅▆▇█", "→")
+_ASCII = _Signs("#", "-", "_.-~=+*#", "->")
+
+
+@dataclass(slots=True)
+class LiveRun:
+    """The newest figures of a run. `is_ascii` if the terminal shows no other signs."""
+
+    is_ascii: bool = False
+    has_begun: bool = False
+    _num_steps: int = 1
+    _begin: tuple[int, float] = (0, 0.0)
+    """The step of the start, and the time then."""
+    _last: tuple[int, float] = (0, 0.0)
+    """The newest step, and the time of its first event."""
+    _start: Mapping[str, Any] = field(default_factory=dict)
+    _train: Mapping[str, Any] = field(default_factory=dict)
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_LOSSES))
+    _evaluated: tuple[int, float] | None = None
+    _saved: int | None = None
+    _sent: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """The bytes that ranks have sent, by their indices in the lists of the log, and when each number came."""
+    _rates: dict[int, float] = field(default_factory=dict)
+    _shares: Sequence[int] = ()
+    """Samples of a batch that each replica trains."""
+    _away: set[int] = field(default_factory=set)
+    """Replicas that are lost."""
+
+    def take(self, event: RunEvent, now_s: float) -> str | None:
+        """Take in an event. Returns the line that it gets above the view."""
+        values = event.values
+        self._num_steps = max(event.num_steps, 1)
+        if event.step > self._last[0]:
+            self._last = event.step, now_s
+        match event.kind:
+            case "start":
+                self.has_begun, self._start = True, values
+                self._begin = self._last = event.step, now_s
+                self._sent, self._rates = {}, {}
+            case "train":
+                if values.get("replica") != self._train.get("replica"):  # the lists are of other ranks now
+                    self._sent, self._rates = {}, {}
+                self._train = values
+                self._losses.append(values["loss"])
+                self._note_sent(values["sent_bytes"], now_s)
+            case "evaluation":
+                self._evaluated = event.step, values["loss"]
+            case "checkpoint":
+                self._saved = event.step
+            case "shares":
+                self._shares = values["shares"]
+            case "membership":
+                (self._away.discard if values["event"] == "back" else self._away.add)(values["replica"])
+        return event_text(event) if event.kind in _SCROLLED else None
+
+    def lines(self, width: int, now_s: float) -> list[Text]:
+        """The view, at most `width` letters wide."""
+        if not self.has_begun:
+            return []
+        found = [*self._progress(width, now_s), *self._figures(width), *self._ranks(width)]
+        for line in found:
+            line.truncate(width)
+        return found
+
+    def _note_sent(self, sent: Sequence[int | None], now_s: float) -> None:
+        """Numbers of other ranks come late to the log, so some lines have those of the line before."""
+        for index, new in enumerate(sent):
+            if new is None:
+                continue
+            before_s, before = self._sent.setdefault(index, (now_s, new))
+            if new != before and now_s > before_s:
+                self._rates[index] = (new - before) / (now_s - before_s)
+                self._sent[index] = now_s, new
+
+    @property
+    def _signs(self) -> _Signs:
+        return _ASCII if self.is_ascii else _UNICODE
+
+    def _bar(self, share: float, width: int, style: str) -> Text:
+        full = round(min(max(share, 0.0), 1.0) * width)
+        signs = self._signs
+        return Text.assemble((signs.full * full, style), (signs.empty * (width - full), "dim"))
+
+    def _progress(self, width: int, now_s: float) -> Iterator[Text]:
+        (begin, begin_s), (step, last_s), num_steps = self._begin, self._last, self._num_steps
+        label, share = f"step {step:,}/{num_steps:,}", step / num_steps
+        right = f"{math.floor(100 * share)}%"
+        if begin < step < num_steps:
+            left_s = (last_s - begin_s) / (step - begin) * (num_steps - step) - (now_s - last_s)
+            right += f"  {clock_text(max(left_s, 0.0))} left"
+        room = width - len(label) - len(right) - 4
+        if room >= _LEAST_BAR:
+            bar = self._bar(share, min(room, _MOST_BAR), "green")
+            yield Text.assemble((label, "bold"), "  ", bar, "  ", right)
+        else:
+            yield Text.assemble((label, "bold"), "  ", right)
+            yield self._bar(share, width, "green")
+
+    def _figures(self, width: int) -> Iterator[Text]:
+        if not self._train:
+            yield Text("waiting for the first steps", "dim")
+            return
+        label = f"loss {self._train['loss']:.4f}"
+        room = min(width - len(label) - 2, _SPARKS)
+        yield Text.assemble((label, "bold"), "  ", (self._sparkline(room), "cyan"))
+        parts = [] if (speed := speed_text(self._train)) is None else [speed]
+        parts.append(f"norm {self._train['grad_norm']:.3g}")
+        parts.append(f"learning rate {self._train['learning_rate']:.3g}")
+        if self._evaluated is not None:
+            step, value = self._evaluated
+            parts.append(f"evaluation {value:.4f} at {step:,}")
+        parts += [] if self._saved is None else [f"checkpoint of {self._saved:,}"]
+        if "copy_age" in self._train and self._train["copy_age"] is not None:
+            parts.append(f"copy {self._train['copy_age']} batches old")
+        yield from map(Text, _flowing(parts, width))
+
+    def _sparkline(self, width: int) -> str:
+        """The losses so far, each letter the mean of as many as the others."""
+        losses = [one for one in self._losses if math.isfinite(one)]
+        count = min(max(width, 0), len(losses))
+        ends = [len(losses) * place // count for place in range(count + 1)] if count else []
+        means = [math.fsum(losses[first:end]) / (end - first) for first, end in pairwise(ends)]
+        low, high = min(means, default=0.0), max(means, default=0.0)
+        sparks = self._signs.sparks
+        top = len(sparks) - 1
+        return "".join(sparks[round((one - low) / (high - low) * top) if high > low else 0] for one in means)
+
+    def _ranks(self, width: int) -> Iterator[Text]:
+        devices = list(self._start.get("devices") or ())
+        memory: Sequence[int | None] = self._train.get("memory_bytes") or ()
+        count = len(devices) or len(memory)
+        if not count:
+            return
+        # Replicas that may die report their own ranks alone.
+        first = 0 if len(memory) == count else self._train.get("replica", 0) * len(memory)
+        shown = range(min(count, _MOST_RANKS))
+        rows = [self._rank(rank, rank - first, memory, is_wide=width >= _WIDE) for rank in shown]
+        widest = [max(len(row.label) for row in rows), max(len(row.memory) for row in rows)]
+        widest[0] = min(widest[0], max(width // 3, 12))
+        links = max(len(row.link) for row in rows) if width >= _WIDE else 0
+        room = min(width - sum(widest) - links - 6, _MOST_BAR // 3)
+        for row in rows:
+            label = row.label[: widest[0]].ljust(widest[0])
+            parts: list[str | Text | tuple[str, str]] = [label, "  "]
+            if room >= _LEAST_BAR // 2 and any(row.share is not None for row in rows) and not row.is_away:
+                style = "red" if (row.share or 0.0) > _FULL else "blue"
+                parts += [self._bar(row.share or 0.0, room, style), "  "]
+            parts.append((row.memory, "red") if row.is_away else row.memory.ljust(widest[1]))
+            if links:
+                parts += ["  ", (row.link, "dim")]
+            yield Text.assemble(*parts)
+            if row.link and not links:
+                yield Text(f"{self._signs.arrow:>4} {row.link}", "dim")
+        if count > _MOST_RANKS:
+            yield Text(f"and {count - _MOST_RANKS} more ranks", "dim")
+
+    def _rank(self, rank: int, place: int, memory: Sequence[int | None], *, is_wide: bool) -> "_RankRow":
+        """The row of a rank, which is the `place`-th in the lists of the log."""
+        start = self._start
+        devices = start.get("devices") or ()
+        label = f"{rank} {_at(devices, rank) or ''}".rstrip()
+        replica = rank * start.get("width", 1) // max(len(devices), 1)
+        if replica in self._away:
+            return _RankRow(label, "away", "", None, is_away=True)
+        limit, num_bytes = _at(start.get("device_bytes") or (), rank), _at(memory, place)
+        text = bytes_text(num_bytes) if num_bytes else ""
+        if num_bytes and limit and is_wide:
+            text += f" of {bytes_text(limit)}"
+        elif not num_bytes and (samples := _at(self._shares, replica)) is not None:
+            text = f"{counted(samples, 'sample')} a batch"
+        sent, link = self._rates.get(place), _at(start.get("link_bytes_per_s") or (), rank)
+        sends = "" if sent is None else f"sends {_rate(sent)}"
+        sends += f" of {_rate(link)}" if sends and link else ""
+        return _RankRow(label, text, sends, num_bytes / limit if num_bytes and limit else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankRow:
+    """What a line shows about a rank. `share` is the part of its device's memory that it has used."""
+
+    label: str
+    memory: str
+    link: str
+    share: float | None
+    is_away: bool = False
+
+
+def _rate(bytes_per_s: float) -> str:
+    """With three digits at most."""
+    return rate_text(float(f"{bytes_per_s:.3g}"))
+
+
+def _at(values: Sequence[Any], place: int) -> Any:
+    return values[place] if 0 <= place < len(values) else None
+
+
+def _flowing(parts: Sequence[str], width: int) -> Iterator[str]:
+    """The parts on lines, none of which is broken."""
+    line = ""
+    for part in parts:
+        if line and len(line) + 2 + len(part) > width:
+            yield line
+            line = ""
+        line += f"  {part}" if line else part
+    yield line
+
+
+# The live view of a run in a terminal: the newest figures at the bottom, all other output above them.
+#
+# While the view is open, standard output and standard error of this process, and of all processes that it
+# starts, are a pipe. One thread reads the pipe: events of the run change the view, and text is printed above
+# it. So no process needs to know where the view is on the screen.
 
 _END = MARK.encode()
 """The last line of the pipe. Processes that outlive the view may still have it open."""

@@ -4,7 +4,7 @@ A report for the terminal, and one JSON document for programs.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.bounds import bytes_text, seconds_text
+from bireme.codec.description import CodecRate
 from bireme.profile.behavior import Behavior, Idle, MemoryBlock, Owner, idle_intervals, percentile
+from bireme.profile.profile import Profile, UnitCost, UnitProfile
+from bireme.profile.stages import stage_cost
 from bireme.profile.swapping import Bandwidth, BlockPaging, SwapPlan
-from bireme.report.terminal import columns
+from bireme.report.terminal import GAP, columns
 
 # Figures of Li et al. (ISPASS 2021) on memory behavior, to compare with those of a traced iteration.
 
@@ -75,7 +78,7 @@ def print_memory(
     """The whole report. `alone` gives each block the link for itself; `in_turn` lets copies wait."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False)
+        console.print(text)
 
     say(f"[bold]{escape(title)}[/bold]")
     say(_peak(behavior) + "\n")
@@ -104,9 +107,8 @@ def _least(paging: BlockPaging, behavior: Behavior) -> str:
 
 
 def _paging(paging: BlockPaging, behavior: Behavior) -> Table:
-    table = columns(("device memory", "of the peak", "copied out", "copied in", "copies take", "iterations"))
-    for budget in paging.budgets:
-        table.add_row(
+    rows = (
+        (
             bytes_text(budget.device_bytes),
             f"{budget.device_bytes / behavior.peak.num_bytes:.0%}",
             bytes_text(budget.out_bytes),
@@ -114,7 +116,10 @@ def _paging(paging: BlockPaging, behavior: Behavior) -> Table:
             seconds_text(budget.copies_s),
             f"{budget.copies_s / behavior.duration_s:.2f}",
         )
-    return table
+        for budget in paging.budgets
+    )
+    headings = ("device memory", "of the peak", "copied out", "copied in", "copies take", "iterations")
+    return columns(headings, rows)
 
 
 def _published(behavior: Behavior) -> str:
@@ -237,18 +242,23 @@ def _repetition(behavior: Behavior) -> str:
 def _idleness(intervals: Sequence[Idle], bandwidth: Bandwidth) -> Table:
     """The interval that so many do not exceed, and the largest block that it would let out and back in."""
     first = f"of {len(intervals)} intervals"
-    table = columns((first, "at most", "events", "lets out and in"), words=(first,))
-    seconds = [idle.seconds for idle in intervals]
-    events = [idle.num_events for idle in intervals]
-    for percent in PERCENTS:
-        longest_s = percentile(seconds, percent)
-        table.add_row(
+    longest = [(percent, *_percentiles(intervals, percent)) for percent in PERCENTS]
+    rows = (
+        (
             "all" if percent == 100 else f"{percent}%",
-            seconds_text(longest_s),
-            str(percentile(events, percent)),
-            bytes_text(bandwidth.fits_bytes(longest_s)),
+            seconds_text(seconds),
+            str(events),
+            bytes_text(bandwidth.fits_bytes(seconds)),
         )
-    return table
+        for percent, seconds, events in longest
+    )
+    return columns((first, "at most", "events", "lets out and in"), rows, words=(first,))
+
+
+def _percentiles(intervals: Sequence[Idle], percent: float) -> tuple[float, float]:
+    """The seconds and the events that so many intervals do not exceed."""
+    seconds, events = [one.seconds for one in intervals], [one.num_events for one in intervals]
+    return percentile(seconds, percent), percentile(events, percent)
 
 
 def _swapping(alone: SwapPlan, in_turn: SwapPlan) -> str:
@@ -305,19 +315,16 @@ def memory_document(
         "paging": None if paging is None else asdict(paging),
         "published": [asdict(figure) for figure in PUBLISHED],
         "allocator": None if behavior.allocator is None else asdict(behavior.allocator),
-        "blocks": _blocks(behavior, intervals),
+        "blocks": list(_blocks(behavior, intervals)),
     }
 
 
-def _intervals(intervals: list[Idle]) -> dict[str, Any]:
-    if not intervals:
-        return {"count": 0, "percentiles_s": {}, "percentiles_events": {}}
-    seconds = [idle.seconds for idle in intervals]
-    events = [idle.num_events for idle in intervals]
+def _intervals(intervals: Sequence[Idle]) -> dict[str, Any]:
+    found = {str(percent): _percentiles(intervals, percent) for percent in _PERCENTS if intervals}
     return {
         "count": len(intervals),
-        "percentiles_s": {str(percent): percentile(seconds, percent) for percent in _PERCENTS},
-        "percentiles_events": {str(percent): percentile(events, percent) for percent in _PERCENTS},
+        "percentiles_s": {percent: seconds for percent, (seconds, _) in found.items()},
+        "percentiles_events": {percent: events for percent, (_, events) in found.items()},
     }
 
 
@@ -344,30 +351,106 @@ def _plain_swaps(plan: SwapPlan) -> dict[str, Any]:
     }
 
 
-def _blocks(behavior: Behavior, intervals: list[Idle]) -> list[dict[str, Any]]:
+def _blocks(behavior: Behavior, intervals: list[Idle]) -> Iterator[dict[str, Any]]:
     longest_s: dict[int, float] = {}
     for idle in intervals:
         longest_s[idle.block.id] = max(idle.seconds, longest_s.get(idle.block.id, 0.0))
+    for block in behavior.blocks:
+        plain = asdict(block)
+        for name in ("name", "module", "birth_operator"):
+            plain[name] = plain[name] or None
+        for name in ("birth_event", "death_event"):
+            del plain[name]
+        yield plain | {
+            "bytes": plain.pop("num_bytes"),
+            "lives_at_peak": block.lives_after(behavior.peak.event),
+            "longest_idle_s": longest_s.get(block.id, 0.0),
+            "num_accesses": len(block.accesses),
+        }
+
+
+# Profiles as tables in the terminal: a row for each kind of unit, the kinds in the order they come.
+
+_LEAST_NAME = 12
+"""Letters of a unit's name, however narrow the terminal is."""
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    """What the units of a model cost, at every micro-batch size that the profile knows."""
+    kinds = sum(unit.same_as is None for unit in profile.units)
+    threads = f", {profile.num_threads} threads" if profile.num_threads else ""
+    how = "measured on" if profile.is_measured else "seconds estimated for"
+    console.print(f"[bold]{escape(profile.model)}[/bold]")
+    console.print(
+        f"{profile.num_operators} operators in {len(profile.units)} units of {kinds} kinds, "
+        f"{bytes_text(profile.parameter_bytes)} of parameters"
+    )
+    console.print(f"{how} {escape(profile.device)}{threads}", style="dim")
+    console.print(f"with {profile.versions}", style="dim")
+    for micro_batch in profile.micro_batches:
+        console.print(f"\nA micro-batch of {micro_batch}", style="bold")
+        console.print(_table(profile, micro_batch, console.width))
+    if profile.codecs:
+        console.print("\nCodecs, for a million values", style="bold")
+        console.print(_codecs(profile.codecs))
+
+
+def _codecs(rates: Sequence[CodecRate]) -> Table:
+    times = ((one.encode_s, one.decode_s, one.back_encode_s, one.back_decode_s) for one in rates)
+    rows = (
+        (escape(rate.codec), *(seconds_text(1e6 * one) for one in own))
+        for rate, own in zip(rates, times, strict=True)
+    )
+    headings = ("codec", "encode", "decode", "encode gradient", "decode gradient")
+    return columns(headings, rows, words=("codec",))
+
+
+def _table(profile: Profile, micro_batch: int, width: int) -> Table:
+    whole = stage_cost(profile, 0, len(profile.units), micro_batch)
+    headings = ["forward", "backward", "weights", "saved", "sends"]
+    footers = [
+        seconds_text(whole.forward_s),
+        seconds_text(whole.backward_s),
+        bytes_text(whole.parameter_bytes),
+        bytes_text(whole.saved_bytes),
+        "",
+    ]
+    if profile.is_measured:
+        headings.append("±")
+        footers.append("")
+    names, rows = [], []
+    for index, unit in enumerate(profile.units):
+        if unit.same_as is None:
+            times = 1 + sum(other.same_as == index for other in profile.units)
+            names.append((unit.name, f" ×{times}" if times > 1 else ""))
+            rows.append(_row(unit, unit.at(micro_batch))[: len(headings)])
+    wide = (max(map(len, cells)) for cells in zip(headings, footers, *rows, strict=True))
+    left = width - sum(GAP + letters for letters in wide)
+    table = columns(("unit", *headings), words=("unit",))
+    table.show_footer, table.footer_style = True, "bold"
+    for column, footer in zip(table.columns, (f"all ×{len(profile.units)}", *footers), strict=True):
+        column.footer = footer
+    for (name, suffix), row in zip(names, rows, strict=True):
+        table.add_row(escape(_shortened(name, max(_LEAST_NAME, left - len(suffix)))) + suffix, *row)
+    return table
+
+
+def _row(unit: UnitProfile, cost: UnitCost) -> list[str]:
     return [
-        _block(block, longest_s.get(block.id, 0.0), lives_at_peak=block.lives_after(behavior.peak.event))
-        for block in behavior.blocks
+        seconds_text(cost.forward_s),
+        seconds_text(cost.backward_s),
+        bytes_text(unit.parameter_bytes),
+        bytes_text(cost.saved_bytes),
+        bytes_text(cost.boundary_bytes),
+        f"{cost.spread / 2:.0%}",
     ]
 
 
-def _block(block: MemoryBlock, longest_idle_s: float, *, lives_at_peak: bool) -> dict[str, Any]:
-    return {
-        "id": block.id,
-        "bytes": block.num_bytes,
-        "owner": block.owner,
-        "name": block.name or None,
-        "module": block.module or None,
-        "address": block.address,
-        "birth_s": block.birth_s,
-        "birth_operator": block.birth_operator or None,
-        "birth_phase": block.birth_phase,
-        "death_s": block.death_s,
-        "lives_at_peak": lives_at_peak,
-        "longest_idle_s": longest_idle_s,
-        "num_accesses": len(block.accesses),
-        "accesses": [asdict(access) for access in block.accesses],
-    }
+def _shortened(name: str, longest: int) -> str:
+    """What is too long has its first words as one letter each: numbers and the end say most about a unit."""
+    words = name.split(".")
+    for place, word in enumerate(words[:-1]):
+        if len(".".join(words)) > longest and not word.isdecimal():
+            words[place] = word[:1]
+    short = ".".join(words)
+    return short if len(short) <= longest else f"{short[: longest - 1]}…"

@@ -13,15 +13,16 @@ from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.report import palette
-from bireme.report.axes import Quantity, Scale
-from bireme.report.lanes import Lanes, contents_of, drawn_batches, end_of, lanes_of, legend, plain_seconds
+from bireme.report.lanes import Lanes, drawn_batches, end_of, lanes_of, legend, plain_seconds
 from bireme.report.markup import BASELINE, svg
 from bireme.report.shapes import (
     Anchor,
     Flag,
     Line,
     Picture,
+    Quantity,
     Rect,
+    Scale,
     Shape,
     Text,
     heading,
@@ -62,7 +63,7 @@ def laid_out(timeline: Timeline) -> Picture:
     scale = Scale(0.0, end_of(timeline, num_batches) or 1.0, left, RIGHT, Quantity.SECONDS)
     lanes = lanes_of(timeline, num_batches, scale, MARGIN, program.num_ranks)
     bottom = _TOP + lanes.height
-    key = legend(contents_of([lanes]), MARGIN, bottom + 50, WIDTH - 2 * MARGIN)
+    key = legend([lanes], MARGIN, bottom + 50, WIDTH - 2 * MARGIN)
     title = _title(timeline)
     head = heading(title, _figures(lanes), MARGIN, WIDTH - 2 * MARGIN)
     shapes = (*head, *_axis(scale, bottom), *lanes.beds(_TOP), *lanes.work(_TOP), *key)

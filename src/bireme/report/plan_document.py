@@ -16,6 +16,7 @@ from bireme.plan.forecast import (
     ConsideredWay,
     Forecast,
     MemoryWay,
+    Origin,
     PlanSummary,
     headroom_bytes,
     summarize,
@@ -24,25 +25,21 @@ from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import SavedPlan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft_paging import PagedStageMemory
-from bireme.profile.kinds import device_profiles
+from bireme.profile.estimate import device_profiles
 from bireme.profile.profile import Profile
 
 
 def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[str, Any]:
     """The best plan, what it promises of each stage and device, all candidates, and where it comes from."""
     best = answer.best
+    names = [unit.name for unit in profile.units]
     return {
-        "model": profile.model,
-        **_candidate(summarize(best)),
+        **_document(profile.model, best.plan, best.forecast, names, answer.origin),
         "fits": best.fits,
-        **_settings(best.plan, best.forecast),
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
-        "stages": _stages(best, [unit.name for unit in profile.units]),
-        "headroom_bytes": headroom_bytes(best),
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],
-        "origin": asdict(answer.origin),
-        **_memory(best.plan, best.forecast, answer.memory_ways),
+        **({"memory_ways": _ways(answer.memory_ways)} if answer.memory_ways else {}),
         **({"shard_ways": _ways(answer.shard_ways)} if answer.shard_ways else {}),
         **({"ways": [_way(way) for way in answer.ways]} if answer.ways else {}),
     }
@@ -55,13 +52,22 @@ def saved_plan_document(
 
     A step has `batch_size` samples.
     """
-    plan, known, stages, headroom = saved.plan, dict.fromkeys(_FIELDS), [], None
-    if saved.forecast is not None:
-        best = Candidate(plan, saved.forecast)
-        known, stages, headroom = _candidate(summarize(best)), _stages(best, names), headroom_bytes(best)
+    return {
+        **_document(model, saved.plan, saved.forecast, names, saved.origin),
+        "batch_size": batch_size,
+        "planning_s": None,
+        "num_tried": None,
+        "candidates": [],
+    }
+
+
+def _document(
+    model: str, plan: Plan, forecast: Forecast | None, names: Sequence[str], origin: Origin | None
+) -> dict[str, Any]:
+    """What a plan is, and what its forecast promises, if it has one."""
+    best = None if forecast is None else Candidate(plan, forecast)
     return {
         "model": model,
-        **known,
         "schedule": plan.schedule,
         "depth": plan.num_stages if plan.stage_widths else plan.source.num_ranks,
         "width": plan.width,
@@ -69,21 +75,7 @@ def saved_plan_document(
         "num_stages": plan.num_stages,
         "num_micro_batches": plan.num_microbatches,
         "num_recomputed": len(plan.recompute),
-        "batch_size": batch_size,
-        **_settings(plan, saved.forecast),
-        "planning_s": None,
-        "num_tried": None,
-        "stages": stages,
-        "headroom_bytes": headroom,
-        "candidates": [],
-        "origin": None if saved.origin is None else asdict(saved.origin),
-        **_memory(plan, saved.forecast),
-    }
-
-
-def _settings(plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
-    """What a summary does not say of a plan."""
-    return {
+        **(dict.fromkeys(_FIELDS) if best is None else _candidate(summarize(best))),
         "lookahead": plan.lookahead,
         "num_sliced": plan.num_sliced,
         "stage_shares": [list(share) for share in plan.shares],
@@ -92,6 +84,10 @@ def _settings(plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
         "codec_penalty": None if forecast is None else forecast.codec_penalty,
         "sum_penalty": None if forecast is None else forecast.sum_penalty,
         "agreement_penalty": None if forecast is None else forecast.agreement_penalty,
+        "stages": [] if best is None else _stages(best, names),
+        "headroom_bytes": None if best is None else headroom_bytes(best),
+        "origin": None if origin is None else asdict(origin),
+        **_memory(plan, forecast),
     }
 
 
@@ -108,9 +104,8 @@ def sync_document(request: PlanRequest) -> dict[str, Any]:
     return found if request.shard == "none" else found | {"shard": request.shard}
 
 
-def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = ()) -> dict[str, Any]:
-    """What is paged or shared, of a plan that does so, and what each way to save memory would take, where
-    that was asked.
+def _memory(plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
+    """What is paged or shared, of a plan that does so.
 
     Bytes moved are those that are copied into the tier in a batch.
     """
@@ -126,8 +121,6 @@ def _memory(plan: Plan, forecast: Forecast | None, ways: Sequence[MemoryWay] = (
         found["chunk_bytes"] = list(plan.paging.chunk_bytes)
         if plan.paging.host_updates:
             found["host_updates"] = True
-    if ways:
-        found["memory_ways"] = _ways(ways)
     return found
 
 

@@ -1,6 +1,6 @@
 """A plan for people: its stages, what it promises, what limits it, and other kinds of plans."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -25,38 +25,17 @@ from bireme.plan.plan import Plan, device_ranges
 from bireme.plan.search.draft_paging import PagedStageMemory
 from bireme.profile.profile import Profile
 from bireme.report.plan_document import Explanation, sent_words
-from bireme.report.terminal import GAP, TIERS, columns
+from bireme.report.terminal import GAP, columns, tiers_table
 from bireme.schedule.instruction import Item
 
 # Paging in the table of a plan: what each tier of a rank does, and what other ways to save memory take.
 
 
-def tiers_table(best: Candidate) -> Table:
-    """What each tier holds and takes in, and how long the rank waits for chunks, or for weights that replicas
-    share.
-    """
-    table = columns(TIERS, words=("tier",))
-    chunk_bytes = () if best.plan.paging is None else best.plan.paging.chunk_bytes
-    for tier in best.forecast.tiers:
-        is_first = tier.tier == "device"
-        table.add_row(
-            str(tier.rank) if is_first else "",
-            tier.tier,
-            "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
-            bytes_text(tier.peak_bytes),
-            bytes_text(tier.predicted_bytes_moved),
-            bytes_text(chunk_bytes[tier.rank]) if is_first and chunk_bytes else "",
-            seconds_text(tier.waited_s) if is_first else "",
-        )
-    return table
-
-
 def _stages_table(stages: Sequence[PagedStageMemory]) -> Table:
     """What each stage copies in a batch, and what recomputation takes or would take."""
     items = [item for item in Item if any(item in stage.copied_bytes for stage in stages)]
-    table = columns(
-        ("stage", "rank", *items, "copies take", "recomputes", "that takes"), words=("recomputes",)
-    )
+    headings = ("stage", "rank", *items, "copies take", "recomputes", "that takes")
+    table = columns(headings, words=("recomputes",))
     for one in stages:
         table.add_row(
             str(one.stage),
@@ -132,46 +111,49 @@ def print_plan(
     """The best plan and the best of each kind, or a given plan. `sums` is the codec of sums over replicas."""
     best = answer.best
     short = summarize(best)
-    _say(console, f"[bold]{escape(profile.model)}[/bold]")
-    _say(console, f"{_shape(best.plan, short)}\n")
-    console.print(_stages(best, profile, console.width))
+    console.print(f"[bold]{escape(profile.model)}[/bold]")
+    console.print(f"{_shape(best.plan, short)}\n")
+    console.print(stages_table(best, [unit.name for unit in profile.units], console.width))
     if best.forecast.tiers:
         console.print()
-        console.print(tiers_table(best))
+        chunk_bytes = () if best.plan.paging is None else best.plan.paging.chunk_bytes
+        console.print(tiers_table(best.forecast.tiers, chunk_bytes))
     console.print()
-    _say(console, _promise(best, short))
-    _say(console, _limit(best, short))
+    console.print(_promise(best, short))
+    console.print(_limit(best, short))
     if count := len(short.assumptions):
-        _say(console, f"It depends on {counted(count, 'assumption')}:", style="yellow")
+        console.print(f"It depends on {counted(count, 'assumption')}:", style="yellow")
         for place, sentence in enumerate(short.assumptions, 1):
-            _say(console, f"{place}. {escape(sentence)}", style="yellow")
+            console.print(f"{place}. {escape(sentence)}", style="yellow")
     if best.plan.codecs:
-        _say(console, _about_codecs(answer))
+        console.print(_about_codecs(answer))
     if best.plan.width > 1 and sums != DENSE:
-        _say(console, _about_sums(sums, best.forecast.sum_penalty, profile.optimizer))
+        console.print(_about_sums(sums, best.forecast.sum_penalty, profile.optimizer))
     console.print()
-    console.print(_kinds(answer, () if is_given else tuple(PlanKind)))
-    _say(console, LEGEND, style="dim")
+    console.print(kinds_table(answer, () if is_given else tuple(PlanKind)))
+    console.print(LEGEND, style="dim")
     if answer.memory_ways:
         console.print()
         console.print(ways_table(answer))
     verb = "Simulated" if is_given else "Found"
-    _say(console, f"\n{verb} in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
+    console.print(f"\n{verb} in {seconds_text(planning_s)}: {escape(answer.origin.how)}", style="dim")
 
 
 def print_explanation(answer: Answer, found: Explanation, console: Console) -> None:
     """Print what each stage pages, the best candidates with what limits each, other ways for the replicas to
     agree, and the changes that help.
     """
+
+    def say(title: str, *parts: Table) -> None:
+        console.print(f"\n[bold]{title}[/bold]", *parts, sep="\n")
+
     if found.stages:
-        _say(console, "\n[bold]What each stage copies in a batch[/bold]")
-        console.print(_stages_table(found.stages))
+        say("What each stage copies in a batch", _stages_table(found.stages))
     sent = ("sent",) if answer.ways else ()
-    table = _table(("candidate", "shape", *sent, "a step", "steps", "to a loss", "limited by", "memory left"))
+    headings = ("candidate", "shape", *sent, "a step", "steps", "to a loss", "limited by", "memory left")
     batch_size = summarize(answer.best).batch_size
-    for candidate in _runners_up(answer)[:_MOST_CANDIDATES]:
-        short = summarize(candidate)
-        table.add_row(
+    rows = (
+        (
             short.schedule,
             _sizes(short),
             *([escape(sent_words(candidate.plan))] if sent else []),
@@ -181,30 +163,34 @@ def print_explanation(answer: Answer, found: Explanation, console: Console) -> N
             escape(short.bottleneck),
             _left(candidate)[1],
         )
-    _say(console, "\n[bold]The best candidates[/bold]")
-    console.print(table)
-    _say(console, _TO_LOSS, style="dim")
+        for candidate in _runners_up(answer)[:_MOST_CANDIDATES]
+        for short in (summarize(candidate),)
+    )
+    say("The best candidates", _table(headings, rows))
+    console.print(_TO_LOSS, style="dim")
     if found.agreements:
-        _print_agreements(found.agreements, console)
-    _say(console, "\n[bold]What would help[/bold]")
+        say("How the replicas could agree", _agreements_table(found.agreements))
+        console.print(_AGREEMENTS, style="dim")
     helping = [one for one in found.helps if one.gain >= _HELPS]
+    others = "; ".join(escape(one.words) for one in found.helps if one.gain < _HELPS)
     if not helping:
-        _say(console, "Nothing that was tried: " + "; ".join(escape(one.words) for one in found.helps) + ".")
+        say("What would help")
+        console.print(f"Nothing that was tried: {others}.")
         return
-    gains = _table(("with", "gain", "then", "a batch", "samples/s"))
-    for one in helping:
-        short = summarize(one.candidate)
-        gains.add_row(
+    gains = (
+        (
             escape(one.words),
             f"{one.gain:.2f}×",
             f"{short.schedule}, {_sizes(short)}",
             seconds_text(short.batch_s),
             _rate(short),
         )
-    console.print(gains)
-    others = [escape(one.words) for one in found.helps if one.gain < _HELPS]
+        for one in helping
+        for short in (summarize(one.candidate),)
+    )
+    say("What would help", _table(("with", "gain", "then", "a batch", "samples/s"), gains))
     if others:
-        _say(console, f"No help: {'; '.join(others)}.", style="dim")
+        console.print(f"No help: {others}.", style="dim")
 
 
 def _runners_up(answer: Answer) -> list[Candidate]:
@@ -220,26 +206,25 @@ def _runners_up(answer: Answer) -> list[Candidate]:
 _TO_LOSS = "to a loss: a step times the steps for one synchronous step (docs/convergence.md)"
 
 
-def _print_agreements(agreed: Sequence[AgreementForecast], console: Console) -> None:
-    _say(console, "\n[bold]How the replicas could agree[/bold]")
-    table = _table(("mode", "every", "samples/s", "steps", "gain"))
-    for one in agreed:
-        least = "≥ " if one.is_at_least else ""
-        most = "≤ " if one.is_at_least else ""
-        every = counted(one.every, "batch")
-        rate = f"{one.samples_per_s:,.1f}"
-        table.add_row(one.mode, every, rate, f"{least}{one.steps:.2f}", f"{most}{one.gain:.2f}×")
-    console.print(table)
-    _say(console, _AGREEMENTS, style="dim")
+def _agreements_table(agreed: Sequence[AgreementForecast]) -> Table:
+    return _table(
+        ("mode", "every", "samples/s", "steps", "gain"),
+        (
+            (
+                one.mode,
+                counted(one.every, "batch"),
+                f"{one.samples_per_s:,.1f}",
+                f"{'≥ ' if one.is_at_least else ''}{one.steps:.2f}",
+                f"{'≤ ' if one.is_at_least else ''}{one.gain:.2f}×",
+            )
+            for one in agreed
+        ),
+    )
 
 
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, highlight=False, style=style)
-
-
-def _table(headings: Sequence[str]) -> Table:
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
     words = ("candidate", "sent", "limited by", "with", "then", "best of a kind")
-    return columns(headings, words=words, wrapped=("sent", "with"))
+    return columns(headings, rows, words=words, wrapped=("sent", "with"))
 
 
 def _shape(plan: Plan, short: PlanSummary) -> str:
@@ -264,8 +249,8 @@ def _shape(plan: Plan, short: PlanSummary) -> str:
     )
 
 
-def _stages(best: Candidate, profile: Profile, width: int) -> Table:
-    """A row for each stage. Names of units give way where there is no room, names of devices wrap."""
+def stages_table(best: Candidate, names: Sequence[str], width: int) -> Table:
+    """A row for each stage, with these `names` of units if there is room; names of devices wrap."""
     stages = best.forecast.stages
     again = ["again" if stage.recompute else "" for stage in stages]
     ranks = best.plan.source.rank_of_stage
@@ -292,7 +277,7 @@ def _stages(best: Candidate, profile: Profile, width: int) -> Table:
     wide = {heading: max(map(len, (heading, *texts))) for heading, texts in cells.items()}
     wide["devices"] = min(wide["devices"], _MOST_DEVICES)
     room = width - sum(GAP + letters for letters in wide.values())
-    units = [_units(stage, profile, max(room, _LEAST_UNITS)) for stage in stages]
+    units = [_units(stage, names, max(room, _LEAST_UNITS)) for stage in stages]
     headings = list(cells)
     headings.insert(1, "units")
     table = columns(headings, words=("devices", "forward", "units"), wrapped=("devices",))
@@ -309,12 +294,12 @@ def _ranges(share: Sequence[int]) -> str:
     return ", ".join(f"{count} × {times}" if times > 1 else str(count) for count, times in runs)
 
 
-def _units(stage: StageForecast, profile: Profile, longest: int) -> str:
+def _units(stage: StageForecast, units: Sequence[str], longest: int) -> str:
     """The numbers of a stage's units and, where there is room, the names of the first and the last."""
     first, last = stage.begin, stage.end - 1
     numbers = str(first) if first == last else f"{first}…{last}"
-    names = [profile.units[unit].name for unit in dict.fromkeys((first, last))]
-    for shown in (names, [_inner(name) for name in names]):
+    names = [units[unit] for unit in dict.fromkeys((first, last)) if units]
+    for shown in (names, [_inner(name) for name in names]) if names else ():
         text = f"{numbers} {' … '.join(shown)}"
         if len(text) <= longest:
             return text
@@ -376,7 +361,7 @@ def _left(candidate: Candidate) -> tuple[str, str]:
     return least, f"{bytes_text(left[least])} ({left[least] / limits[least]:.0%})"
 
 
-def _kinds(answer: Answer, searched: Sequence[PlanKind]) -> Table:
+def kinds_table(answer: Answer, searched: Sequence[PlanKind] = ()) -> Table:
     """The best plan of each kind, the best first; only the name of searched kinds without a plan."""
     found = best_of_kinds(answer.candidates)
     table = _table(("best of a kind", "shape", "a batch", "samples/s", "steps", "cost", "slower by"))

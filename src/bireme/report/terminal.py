@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.bounds import bytes_text, seconds_text
+from bireme.plan.forecast import TierForecast
 from bireme.report.palette import HUES, Colour, fill, on
-from bireme.schedule.grid import MARKS, Drawing, GridText, drawn, grid, opening
+from bireme.schedule.grid import MARKS, NAMES, Drawing, GridText, drawn, grid, opening
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.timeline.timeline import Timeline, pace
@@ -37,15 +38,18 @@ GAP = 2
 
 def columns(
     headings: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
     *,
     words: Collection[str] = (),
     wrapped: Collection[str] = (),
 ) -> Table:
-    """A table without rows; columns of `words` hold no numbers alone, and those `wrapped` may break."""
+    """A table of these rows; columns of `words` hold no numbers alone, and those `wrapped` may break."""
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
         is_left, may_wrap = heading in words, heading in wrapped
         table.add_column(heading, justify="left" if is_left else "right", no_wrap=not may_wrap)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -113,7 +117,6 @@ def print_program(program: Program, console: Console) -> None:
             f"Showing the first {picture.num_columns}{of} columns; widen the terminal for more.",
             style="yellow",
             soft_wrap=True,
-            highlight=False,
         )
 
 
@@ -162,23 +165,9 @@ def _colours(picture: Drawing, rule: Rule) -> list[Text]:
 
 # Timelines as tables.
 
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward (input part)",
-    Kind.BACKWARD_WEIGHT: "backward (weight part)",
-    Kind.RECOMPUTE: "recomputation",
-    Kind.UPDATE: "optimizer step",
-    Kind.TRIAL: "trial step",
-    None: "waiting",
-}
+_PARTS = NAMES | {Kind.UPDATE: "optimizer step", Kind.TRIAL: "trial step"}
 
-_DELAYS = {
-    Rule.SYNCHRONOUS: "none",
-    Rule.DELAYED: "1 batch",
-    Rule.FRESH: "partial",
-    Rule.STASHED: "by stage",
-}
+_DELAYS = {Rule.SYNCHRONOUS: "none", Rule.DELAYED: "1 batch", Rule.FRESH: "partial", Rule.STASHED: "by stage"}
 
 
 def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | None" = None) -> None:
@@ -187,14 +176,12 @@ def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | No
     console.print(
         f"[bold]{escape(program.name)}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
         f"{program.num_microbatches} micro-batches a batch, {program.num_batches} batches"
-        + (f", {program.num_sliced} micro-batches sliced" if program.num_sliced else ""),
-        highlight=False,
+        + (f", {program.num_sliced} micro-batches sliced" if program.num_sliced else "")
     )
     console.print(
         f"{seconds_text(timeline.steady_batch_s)} a batch in the steady state "
         f"({timeline.steady_bubble_fraction:.1%} idle); the window takes {seconds_text(timeline.makespan_s)} "
-        f"({timeline.bubble_fraction:.1%} idle)\n",
-        highlight=False,
+        f"({timeline.bubble_fraction:.1%} idle)\n"
     )
     console.print(_ranks(timeline))
     memory = _memory(timeline)
@@ -204,21 +191,19 @@ def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | No
     if timeline.program.tiers:
         console.print("\nOffloading", style="bold")
         console.print(_tiers(timeline))
-    console.print(f"\n{_pace_sentence(timeline)}", highlight=False)
+    console.print(f"\n{_pace_sentence(timeline)}")
     if advice is not None and advice.lookahead:
         console.print(
             f"With --lookahead {advice.lookahead} messages overlap with work: "
             f"{seconds_text(advice.steady_batch_s)} a batch, "
-            f"{1 - advice.steady_batch_s / advice.without_s:.0%} less.",
-            highlight=False,
+            f"{1 - advice.steady_batch_s / advice.without_s:.0%} less."
         )
 
 
 def _ranks(timeline: Timeline) -> Table:
-    table = columns(("rank", "stages", "busy", "idle", "versions", "stashed", "buffers"))
     whole = timeline.makespan_s
-    for rank, kept in zip(timeline.ranks, timeline.memory, strict=True):
-        table.add_row(
+    rows = (
+        (
             str(rank.rank),
             ", ".join(map(str, timeline.program.stages_of(rank.rank))),
             seconds_text(rank.busy_s),
@@ -227,7 +212,9 @@ def _ranks(timeline: Timeline) -> Table:
             str(kept.peak_stashed_microbatches),
             str(kept.receive_buffers),
         )
-    return table
+        for rank, kept in zip(timeline.ranks, timeline.memory, strict=True)
+    )
+    return columns(("rank", "stages", "busy", "idle", "versions", "stashed", "buffers"), rows)
 
 
 def _memory(timeline: Timeline) -> Table | None:
@@ -236,36 +223,52 @@ def _memory(timeline: Timeline) -> Table | None:
     kinds = [what for what in memory[0].at_peak if any(kept.at_peak[what] for kept in memory)]
     if not kinds:
         return None
-    table = columns(("rank", "peak", *kinds))
-    for kept in memory:
-        parts = (bytes_text(kept.at_peak[what]) for what in kinds)
-        table.add_row(str(kept.rank), bytes_text(kept.peak_bytes), *parts)
-    return table
-
-
-TIERS = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
-"""Headings of a table of what each tier of a rank does."""
+    rows = (
+        (str(kept.rank), *map(bytes_text, (kept.peak_bytes, *(kept.at_peak[what] for what in kinds))))
+        for kept in memory
+    )
+    return columns(("rank", "peak", *kinds), rows)
 
 
 def _tiers(timeline: Timeline) -> Table:
-    """What each tier of a rank that pages holds and takes in, and how long the rank waits for chunks."""
-    table = columns(TIERS, words=("tier",))
-    waited_s = {moved.rank: moved.waited_s for moved in timeline.paging}
-    num_batches = timeline.program.num_batches
-    for kept in timeline.memory:
-        tiers = timeline.program.tiers_of(kept.rank)
-        for number, tier in enumerate(kept.tiers):
-            is_first = number == 0 and tiers is not None
-            table.add_row(
-                str(kept.rank) if is_first else "",
-                tier.name,
-                "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
-                bytes_text(tier.peak_bytes),
-                bytes_text(tier.copied_in_bytes / num_batches),
-                bytes_text(tiers.chunk_bytes) if is_first and tiers is not None else "",
-                seconds_text(waited_s[kept.rank] / num_batches) if is_first else "",
-            )
-    return table
+    """The tiers of the ranks that page."""
+    program = timeline.program
+    waited_s = {moved.rank: moved.waited_s / program.num_batches for moved in timeline.paging}
+    tiers = (
+        TierForecast(
+            kept.rank,
+            tier.name,
+            tier.budget_bytes,
+            tier.peak_bytes,
+            tier.copied_in_bytes / program.num_batches,
+            waited_s[kept.rank],
+        )
+        for kept in timeline.memory
+        for tier in kept.tiers
+    )
+    budgets = map(program.tiers_of, range(program.num_ranks))
+    return tiers_table(tiers, [0 if one is None else one.chunk_bytes for one in budgets])
+
+
+def tiers_table(tiers: Iterable[TierForecast], chunk_bytes: Sequence[int]) -> Table:
+    """What each tier holds and takes in, and how long the rank waits for chunks, or for weights that replicas
+    share. `chunk_bytes` are those of each rank, if it has chunks.
+    """
+    rows = (
+        (
+            str(tier.rank) if is_first else "",
+            tier.tier,
+            "" if tier.budget_bytes is None else bytes_text(tier.budget_bytes),
+            bytes_text(tier.peak_bytes),
+            bytes_text(tier.predicted_bytes_moved),
+            bytes_text(chunk_bytes[tier.rank]) if is_first and chunk_bytes else "",
+            seconds_text(tier.waited_s) if is_first else "",
+        )
+        for tier in tiers
+        for is_first in (tier.tier == "device",)
+    )
+    headings = ("rank", "tier", "budget", "peak", "copied in a batch", "chunk", "waits a batch")
+    return columns(headings, rows, words=("tier",))
 
 
 def _pace_sentence(timeline: Timeline) -> str:
@@ -283,7 +286,8 @@ def _pace_sentence(timeline: Timeline) -> str:
     if share >= 0.5 and stands_out:
         return f"Stage {slowest} sets the pace: {share:.0%} of the critical path is its work."
     kinds = sorted(by_kind.items(), key=lambda item: -item[1])
-    consists = ", ".join(f"{NAMES[kind]} {share:.0%}" for kind, share in kinds if share >= 0.005)
+    named = [("waiting" if kind is None else _PARTS[kind], share) for kind, share in kinds]
+    consists = ", ".join(f"{name} {share:.0%}" for name, share in named if share >= 0.005)
     return f"The critical path is {consists}." if consists else "Nothing takes any time."
 
 
@@ -292,34 +296,30 @@ def print_comparison(contenders: "Sequence[ScheduleOutcome]", console: Console) 
     ran = [(c, c.timeline) for c in contenders if c.timeline is not None]
     ran.sort(key=lambda pair: pair[1].steady_batch_s)
     headings = ("schedule", "a batch", "vs best", "idle", "peak memory", "versions", "stashed", "delay")
-    table = columns(headings, words=("schedule", "delay"))
-    for contender, timeline in ran:
-        memory = timeline.memory
-        table.add_row(
+    rows = (
+        (
             contender.schedule.name,
             seconds_text(timeline.steady_batch_s),
             f"{timeline.steady_batch_s / ran[0][1].steady_batch_s:.2f}×" if ran[0][1].steady_batch_s else "",
             f"{timeline.steady_bubble_fraction:.1%}",
-            bytes_text(max(kept.peak_bytes for kept in memory)),
-            str(max(kept.weight_versions for kept in memory)),
-            str(max(kept.peak_stashed_microbatches for kept in memory)),
+            bytes_text(max(kept.peak_bytes for kept in timeline.memory)),
+            str(max(kept.weight_versions for kept in timeline.memory)),
+            str(max(kept.peak_stashed_microbatches for kept in timeline.memory)),
             _DELAYS[contender.schedule.rule],
         )
-    console.print(table)
+        for contender, timeline in ran
+    )
+    console.print(columns(headings, rows, words=("schedule", "delay")))
     ahead = [(c.schedule.name, c.advice) for c, _ in ran if c.advice is not None and c.advice.lookahead]
     if ahead:
         console.print("\nRunning further ahead would overlap messages with work:")
     for name, advice in ahead:
         console.print(
-            f"  {name} --lookahead {advice.lookahead} takes {seconds_text(advice.steady_batch_s)} a batch",
-            highlight=False,
+            f"  {name} --lookahead {advice.lookahead} takes {seconds_text(advice.steady_batch_s)} a batch"
         )
     cut = [c.schedule.name for c, _ in ran if c.schedule.stages_per_rank > 1]
     if cut:
         console.print(f"\n{' and '.join(cut)} cut each device's work in two stages.", style="dim")
     for contender in contenders:
         if contender.refused is not None:
-            console.print(
-                f"[yellow]{contender.schedule.name}[/yellow] is left out: {contender.refused}",
-                highlight=False,
-            )
+            console.print(f"[yellow]{contender.schedule.name}[/yellow] is left out: {contender.refused}")

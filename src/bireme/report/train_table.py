@@ -12,11 +12,12 @@ from rich.table import Table
 
 from bireme.bounds import against_predicted, bytes_text, counted, seconds_text
 from bireme.cluster.cluster import Cluster
-from bireme.plan.forecast import Answer, best_of_kinds, summarize
+from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
 from bireme.report.plan_document import shard_note, ways_note
+from bireme.report.plan_table import kinds_table, stages_table
 from bireme.schedule.program import Rule
 from bireme.sync.coordinator.recoveries import Recovery
 
@@ -46,9 +47,9 @@ def print_prepared(
     predictions.
     """
     say = console.print
-    say(f"[bold]{escape(model)}[/bold]", highlight=False, soft_wrap=True)
+    say(f"[bold]{escape(model)}[/bold]", soft_wrap=True)
     for line in _about_learning(learns):
-        say(escape(line), highlight=False, soft_wrap=True)
+        say(escape(line), soft_wrap=True)
     devices = list(cluster.devices())
     for name in dict.fromkeys(placed.device.name for placed in devices):
         own = [placed for placed in devices if placed.device.name == name]
@@ -57,69 +58,33 @@ def print_prepared(
         cores = f", {counted(one.num_cores, 'core')}{each}" if one.num_cores else ""
         say(
             f"{len(own)} × {escape(name)}: {bytes_text(one.memory_bytes)}{cores} "
-            f"({escape(', '.join(placed.name for placed in own[:4]))}{', …' if len(own) > 4 else ''})",
-            highlight=False,
+            f"({escape(', '.join(placed.name for placed in own[:4]))}{', …' if len(own) > 4 else ''})"
         )
     plan, forecast = saved.plan, saved.forecast
     which = "stage" if len(plan.recompute) == 1 else "stages"
     recompute = f", recomputing {which} {', '.join(map(str, plan.recompute))}" if plan.recompute else ""
     say(
         f"\nPlan: [bold]{plan.schedule}[/bold], {counted(plan.num_stages, 'stage')}{plan.replicas_text}, "
-        f"{counted(plan.num_microbatches, 'micro-batch')}{recompute}",
-        highlight=False,
+        f"{counted(plan.num_microbatches, 'micro-batch')}{recompute}"
     )
     if plan.source.rule is not Rule.SYNCHRONOUS:
-        say(_about_delay(first_delayed_step), highlight=False)
+        say(_about_delay(first_delayed_step))
     if forecast is not None:
-        table = Table("stage", "units", "device", "busy", "memory", "of limit", box=None, header_style="dim")
         names = [] if profile is None else [unit.name for unit in profile.units]
-        ranks = plan.source.rank_of_stage
-        for number, stage in enumerate(forecast.stages):
-            # The bytes of a stage are those of its rank, which may have other stages too.
-            is_first = ranks.index(ranks[number]) == number
-            share = f"{stage.peak_bytes / stage.limit_bytes:.1%}" if stage.limit_bytes else "–"
-            table.add_row(
-                str(number),
-                escape(_units(stage.begin, stage.end, names)),
-                escape(", ".join(stage.devices)),
-                f"{stage.busy_s / forecast.batch_s:.0%}",
-                bytes_text(stage.peak_bytes) if is_first else "",
-                share if is_first else "",
-            )
-        say(table)
+        say(stages_table(Candidate(plan, forecast), names, console.width))
         say(
             f"Predicted: {seconds_text(forecast.batch_s)} per step, {forecast.samples_per_s:,.1f} samples/s; "
-            f"limited by {escape(forecast.bottleneck)}.",
-            highlight=False,
+            f"limited by {escape(forecast.bottleneck)}."
         )
     if is_brief and profile is not None:
         say(
             "The run is short, so it was measured and planned briefly: measurements of a unit lie up to "
-            f"{profile.spread:.0%} apart.",
-            highlight=False,
+            f"{profile.spread:.0%} apart."
         )
     if answer is not None:
-        kinds = Table(
-            "kind",
-            "schedule",
-            "a step",
-            "steps for one",
-            "time to the same loss",
-            box=None,
-            header_style="dim",
-        )
-        best = summarize(answer.best)
-        for kind, short in best_of_kinds(answer.candidates).items():
-            kinds.add_row(
-                str(kind),
-                short.schedule,
-                seconds_text(short.batch_s),
-                f"{short.penalty:.2f}",
-                f"{short.cost_s_per_sample / best.cost_s_per_sample:.2f} ×",
-            )
-        say(kinds)
+        say(kinds_table(answer))
         for note in (*shard_note(answer), *ways_note(answer)[:1]):
-            say(note, highlight=False)
+            say(note)
     _tell(console, f"Run: {folder}\n")
 
 
@@ -145,14 +110,6 @@ def _about_learning(learns: Mapping[str, Any]) -> Iterator[str]:
         f"{counted(whole, 'parameter')}, {share}; {learns['dtype']}, learning rate "
         f"{learns['learning_rate']:g}"
     )
-
-
-def _units(begin: int, end: int, names: Sequence[str]) -> str:
-    """Such as `2–5: layers.1.attention … head`; a stage of one unit has one name."""
-    numbers = str(begin) if end - begin == 1 else f"{begin}–{end - 1}"
-    if not names:
-        return numbers
-    return f"{numbers}: {names[begin]}" + (f" … {names[end - 1]}" if end - begin > 1 else "")
 
 
 def _about_delay(first_delayed_step: int) -> str:
@@ -205,7 +162,7 @@ def print_summary(
     rate, perplexity = document["tokens_per_s"], document.get("eval_perplexity")
     loss += [] if perplexity is None else [f"perplexity {perplexity:,.4g}"]
     parts = [counted(steps, "step"), *loss, *([f"{rate:,.0f} tokens/s"] if rate else [])]
-    say("\n" + ", ".join(parts) + ".", highlight=False)
+    say("\n" + ", ".join(parts) + ".")
     if (through := document.get("eval_loss_through_codecs")) is not None:
         tell(_about_codecs(document["links"], through))
     if (joules := document.get("joules_per_sample")) is not None:
@@ -221,7 +178,7 @@ def print_summary(
     tell(f"For a page with all results: bireme report {shlex.quote(folder)}")
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
-        say(escape(document["sample"][:_LONGEST_SAMPLE]), highlight=False)
+        say(escape(document["sample"][:_LONGEST_SAMPLE]))
 
 
 def _about_model(folder: str, steps: int, checkpoint: int | None) -> str:
@@ -256,7 +213,7 @@ def _about_codecs(links: Sequence[Mapping[str, Any]], through: float) -> str:
 
 def _tell(console: Console, text: str) -> None:
     """A line with a path or a command, which must not be broken: people copy it."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 _LOSSES = (("training", "train_loss"), ("evaluation", "eval_loss"))

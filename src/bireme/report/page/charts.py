@@ -2,12 +2,11 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from bireme.bounds import bytes_text, counted, seconds_text
-from bireme.report.axes import Quantity, Scale
 from bireme.report.markup import number, tag, titled, words
 from bireme.report.page.curves import (
     ACROSS,
@@ -22,8 +21,9 @@ from bireme.report.page.curves import (
     framed,
     share,
 )
-from bireme.report.page.metrics import ReplicaAbsence, Shared, TrainingLines
+from bireme.report.page.metrics import ReplicaAbsence, Shared
 from bireme.report.page.run import Run
+from bireme.report.shapes import Quantity, Scale
 
 # Long curves made short enough to draw, without losing a peak; and smoothed ones to draw with them.
 
@@ -54,11 +54,16 @@ class Points:
     def __len__(self) -> int:
         return len(self.xs)
 
+    def only(self, kept: Sequence[int]) -> "Points":
+        """Those at some indices."""
+        xs, ys = (array("d", (column[i] for i in kept)) for column in (self.xs, self.ys))
+        return Points(xs, ys, array("q", (self.places[i] for i in kept)))
+
 
 def finite(xs: Sequence[float], ys: Sequence[float]) -> Points:
     """The points that can be drawn: those with a value."""
-    places = array("q", (i for i, y in enumerate(ys) if math.isfinite(y)))
-    return Points(array("d", (xs[i] for i in places)), array("d", (ys[i] for i in places)), places)
+    every = Points(array("d", xs), array("d", ys), array("q", range(len(ys))))
+    return every.only([i for i, y in enumerate(ys) if math.isfinite(y)])
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
@@ -69,12 +74,7 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
     """
     if len(points) <= most:
         return points
-    kept = sorted({0, len(points) - 1, *_extremes(points, (most - 2) // 2)})
-    return Points(
-        array("d", (points.xs[i] for i in kept)),
-        array("d", (points.ys[i] for i in kept)),
-        array("q", (points.places[i] for i in kept)),
-    )
+    return points.only(sorted({0, len(points) - 1, *_extremes(points, (most - 2) // 2)}))
 
 
 def smoothed(points: Points) -> Points | None:
@@ -177,12 +177,9 @@ def loss_figure(runs: Sequence[Run]) -> str:
 
 def throughput_figure(runs: Sequence[Run]) -> str:
     """Tokens a second, or samples where the runs count no tokens, evened; it has a title of its own."""
-    is_tokens = any(len(_points(run, lambda lines: lines.tokens_per_s)) for run in runs)
-    unit = "tokens/s" if is_tokens else "samples/s"
-
-    def column(lines: TrainingLines) -> Sequence[float]:
-        return lines.tokens_per_s if is_tokens else lines.samples_per_s
-
+    column, unit = "tokens_per_s", "tokens/s"
+    if not any(len(_points(run, column)) for run in runs):
+        column, unit = "samples_per_s", "samples/s"
     curves = tuple(
         _drawn_through(run, thinned(evened(points)), run.name if len(runs) > 1 else unit, place, Look.LINE)
         for place, run in enumerate(runs)
@@ -197,21 +194,12 @@ def throughput_figure(runs: Sequence[Run]) -> str:
 
 def rate_figure(run: Run) -> str:
     """The learning rate."""
-    curves = tuple(_curve(run, lambda lines: lines.learning_rate, "learning rate", 5))
-    if not curves:
-        return ""
-    return _figure(_small(Chart("Learning rate", curves, from_zero=True)))
+    return _small_figure(run, "learning_rate", "Learning rate", 5)
 
 
 def gradient_figure(run: Run) -> str:
     """The norm of the gradients, as a logarithm where it ranges far."""
-    curves = tuple(_curve(run, lambda lines: lines.grad_norm, "gradient norm", 3))
-    if not curves:
-        return ""
-    values = [value for curve in curves for value in curve.values]
-    ranges_far = min(values) > 0 and max(values) / min(values) > 100
-    chart = _small(Chart("Gradient norm", curves, from_zero=not ranges_far))
-    return _figure(chart, is_log=ranges_far)
+    return _small_figure(run, "grad_norm", "Gradient norm", 3, may_be_log=True)
 
 
 def replicas_figure(run: Run) -> str:
@@ -285,8 +273,15 @@ def _away(absence: ReplicaAbsence) -> ChartSpan:
     )
 
 
-def _small(chart: Chart) -> Chart:
-    return replace(chart, height=_SMALL_HEIGHT)
+def _small_figure(run: Run, column: str, title: str, colour: int, *, may_be_log: bool = False) -> str:
+    points = thinned(_points(run, column))
+    if not len(points):
+        return ""
+    curve = _drawn_through(run, points, title.lower(), colour, Look.LINE)
+    low, high = min(points.ys), max(points.ys)
+    is_log = may_be_log and low > 0 and high / low > 100
+    chart = Chart(title, (curve,), height=_SMALL_HEIGHT, from_zero=not is_log)
+    return _figure(chart, is_log=is_log)
 
 
 def _figure(chart: Chart, keys: Sequence[str] = (), *, is_log: bool = False) -> str:
@@ -294,17 +289,9 @@ def _figure(chart: Chart, keys: Sequence[str] = (), *, is_log: bool = False) -> 
     return tag("figure", _legend(keys), plots, chart_data(chart), class_="chart")
 
 
-def _points(run: Run, column: Callable[[TrainingLines], Sequence[float]]) -> Points:
+def _points(run: Run, column: str) -> Points:
     lines = run.metrics.training
-    return finite(lines.step, column(lines))
-
-
-def _curve(
-    run: Run, column: Callable[[TrainingLines], Sequence[float]], label: str, colour: int
-) -> Iterator[Curve]:
-    points = thinned(_points(run, column))
-    if len(points):
-        yield _drawn_through(run, points, label, colour, Look.LINE)
+    return finite(lines.step, getattr(lines, column))
 
 
 def _drawn_through(run: Run, points: Points, label: str, colour: int, look: Look) -> Curve:
@@ -313,7 +300,7 @@ def _drawn_through(run: Run, points: Points, label: str, colour: int, look: Look
 
 
 def _loss_curves(run: Run, place: int, *, is_alone: bool, has_raw: bool) -> Iterator[Curve]:
-    points = _points(run, lambda lines: lines.loss)
+    points = _points(run, "loss")
     smooth = smoothed(points)
     name = "" if is_alone else f"{run.name}, "
     if len(points) and (smooth is None or has_raw):

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from bireme.bounds import bytes_text, rate_text
 from bireme.report.markup import number, tag, titled, words
-from bireme.report.page.figures import StageFigures
-from bireme.report.page.flows import Flow, Post, flows, posts
+from bireme.report.page.figures import Flow, Post, StageFigures, flows, posts
 from bireme.report.page.run import Run
 from bireme.report.shapes import fitted, text_width
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bireme.report.axes import Quantity, Scale, value_text
 from bireme.report.markup import number, tag, titled, words
+from bireme.report.shapes import Quantity, Scale, value_text
 
 ACROSS = 1000
 """The width of every plot in the units of its curves."""
@@ -91,39 +91,11 @@ class Chart:
 
 def drawn(chart: Chart, along: Along = Along.STEPS, *, is_log: bool = False) -> str:
     """The chart along steps or time, its values as they are or their logarithms."""
-    x, y = _scales(chart, along, is_log=is_log)
-    curves = tag(
-        "svg",
-        *_curves(chart, along, x, y),
-        viewBox=f"0 0 {ACROSS} {chart.height}",
-        preserveAspectRatio="none",
-        width="100%",
-        height=chart.height,
-    )
-    return framed(
-        chart.title,
-        x,
-        y.start,
-        "".join(_y_axis(y)),
-        "".join(
-            (*_spans(chart, along, x, y), curves, *_dots(chart, along, x, y), *_ticks(chart, along, x, y))
-        ),
-        role=f"{along}{' log' if is_log else ''}",
-        along=along,
-        data_height=json.dumps([y.least, y.most, y.start, y.end, is_log]),
-    )
+    return _Plot(chart, along, is_log=is_log).drawn()
 
 
 def framed(
-    title: str,
-    x: Scale,
-    bottom: float,
-    still: str,
-    moving: str,
-    *,
-    role: str,
-    along: str,
-    **data: str,
+    title: str, x: Scale, bottom: float, still: str, moving: str, *, role: str, along: str, **data: str
 ) -> str:
     """A plot with its axis at `bottom`: `moving` goes along when a reader zooms, `still` stays.
 
@@ -177,22 +149,6 @@ def chart_data(chart: Chart) -> str:
     return tag("script", text.replace("<", "\\u003c"), type="application/json", class_="data")
 
 
-def _scales(chart: Chart, along: Along, *, is_log: bool) -> tuple[Scale, Scale]:
-    values = [value for curve in chart.curves for value in curve.values]
-    places = [place for curve in chart.curves for place in curve.along(along)]
-    quantity = Quantity.STEPS if along is Along.STEPS else Quantity.CLOCK
-    bottom = chart.height - _BOTTOM
-    x = Scale(min(places, default=0), max(places, default=1), 0, ACROSS, quantity)
-    low, high = min(values, default=0), max(values, default=1)
-    if is_log:
-        room = (high / low) ** _ROOM if high > low else 1.1
-        return x, Scale(low / room, high * room, bottom, _TOP, is_log=True)
-    if chart.from_zero and low >= 0:
-        return x, Scale(0.0, high * (1 + _ROOM) or 1.0, bottom, _TOP)
-    room = (high - low) * _ROOM or abs(high) * _ROOM or 1.0
-    return x, Scale(low - room, high + room, bottom, _TOP)
-
-
 def _y_axis(y: Scale) -> Iterator[str]:
     for mark in y.marks(_Y_MARKS):
         height = y.at(mark)
@@ -210,54 +166,87 @@ def _x_axis(x: Scale, bottom: float, count: int) -> Iterator[str]:
         yield tag("text", text, x=place, y=bottom + 20, class_="mark", text_anchor="middle")
 
 
-def _at(x: Scale, tick: ChartEvent, along: Along) -> float:
-    return x.at(tick.step if along is Along.STEPS else tick.time_s)
+class _Plot:
+    """A chart along steps or time, with its scales."""
 
+    def __init__(self, chart: Chart, along: Along, *, is_log: bool) -> None:
+        self.chart, self.along = chart, along
+        values = [value for curve in chart.curves for value in curve.values]
+        places = [place for curve in chart.curves for place in curve.along(along)]
+        quantity = Quantity.STEPS if along is Along.STEPS else Quantity.CLOCK
+        self.x = Scale(min(places, default=0), max(places, default=1), 0, ACROSS, quantity)
+        low, high = min(values, default=0), max(values, default=1)
+        if is_log:
+            room = (high / low) ** _ROOM if high > low else 1.1
+            low, high = low / room, high * room
+        elif chart.from_zero and low >= 0:
+            low, high = 0.0, high * (1 + _ROOM) or 1.0
+        else:
+            room = (high - low) * _ROOM or abs(high) * _ROOM or 1.0
+            low, high = low - room, high + room
+        self.y = Scale(low, high, chart.height - _BOTTOM, _TOP, is_log=is_log)
 
-def _ticks(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
-    """Short lines at the bottom, or through the whole plot for what changes the run."""
-    for tick in chart.ticks:
-        place = share(_at(x, tick, along))
-        top = y.start - 9 if tick.role in ("checkpoint", "skipped") else _TOP
-        yield tag(
-            "line", titled(tick.text), x1=place, x2=place, y1=y.start, y2=top, class_=f"tick {tick.role}"
+    def drawn(self) -> str:
+        """The whole plot."""
+        curves = tag(
+            "svg",
+            *self._curves(),
+            viewBox=f"0 0 {ACROSS} {self.chart.height}",
+            preserveAspectRatio="none",
+            width="100%",
+            height=self.chart.height,
+        )
+        y = self.y
+        return framed(
+            self.chart.title,
+            self.x,
+            y.start,
+            "".join(_y_axis(y)),
+            "".join((*self._spans(), curves, *self._dots(), *self._ticks())),
+            role=f"{self.along}{' log' if y.is_log else ''}",
+            along=self.along,
+            data_height=json.dumps([y.least, y.most, y.start, y.end, y.is_log]),
         )
 
+    def _at(self, tick: ChartEvent) -> float:
+        return self.x.at(tick.step if self.along is Along.STEPS else tick.time_s)
 
-def _spans(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
-    for span in chart.spans:
-        left, right = _at(x, span.begin, along), _at(x, span.end, along)
-        place = {"x": share(left), "width": share(right - left)}
-        height, role = y.start - y.end, f"span {span.role}"
-        yield tag("rect", titled(span.text), **place, y=y.end, height=height, class_=role)
+    def _ticks(self) -> Iterator[str]:
+        """Short lines at the bottom, or through the whole plot for what changes the run."""
+        for tick in self.chart.ticks:
+            place, bottom = share(self._at(tick)), self.y.start
+            ends = {"y1": bottom, "y2": bottom - 9 if tick.role in ("checkpoint", "skipped") else _TOP}
+            yield tag("line", titled(tick.text), x1=place, x2=place, **ends, class_=f"tick {tick.role}")
 
+    def _spans(self) -> Iterator[str]:
+        for span in self.chart.spans:
+            left, right = self._at(span.begin), self._at(span.end)
+            place = {"x": share(left), "width": share(right - left)}
+            height, role = self.y.start - self.y.end, f"span {span.role}"
+            yield tag("rect", titled(span.text), **place, y=self.y.end, height=height, class_=role)
 
-def _points(curve: Curve, along: Along, x: Scale, y: Scale) -> list[tuple[float, float]]:
-    return [
-        (x.at(place), y.at(value))
-        for place, value in zip(curve.along(along), curve.values, strict=True)
-        if math.isfinite(value)
-    ]
+    def _points(self, curve: Curve) -> list[tuple[float, float]]:
+        return [
+            (self.x.at(place), self.y.at(value))
+            for place, value in zip(curve.along(self.along), curve.values, strict=True)
+            if math.isfinite(value)
+        ]
 
+    def _curves(self) -> Iterator[str]:
+        order = (Look.PALE, Look.LINE, Look.DOTS)
+        for curve in sorted(self.chart.curves, key=lambda one: order.index(one.look)):
+            points = self._points(curve)
+            if len(points) > 1:
+                line = "M" + "L".join(f"{number(left)} {number(height)}" for left, height in points)
+                look = "joins" if curve.look is Look.DOTS else curve.look
+                yield tag("path", titled(curve.label), d=line, class_=f"curve {look} c{curve.colour}")
 
-def _curves(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
-    order = (Look.PALE, Look.LINE, Look.DOTS)
-    for curve in sorted(chart.curves, key=lambda one: order.index(one.look)):
-        points = _points(curve, along, x, y)
-        if len(points) > 1:
-            line = "M" + "L".join(f"{number(left)} {number(height)}" for left, height in points)
-            look = "joins" if curve.look is Look.DOTS else curve.look
-            yield tag("path", titled(curve.label), d=line, class_=f"curve {look} c{curve.colour}")
-
-
-def _dots(chart: Chart, along: Along, x: Scale, y: Scale) -> Iterator[str]:
-    """The points of curves of dots, and of curves that have one point."""
-    for curve in chart.curves:
-        points = _points(curve, along, x, y)
-        if curve.look is not Look.DOTS and len(points) != 1:
-            continue
-        for (left, height), step, value in zip(points, curve.steps, curve.values, strict=False):
-            text = f"{curve.label}: {value:.6g} at step {step:,.0f}"
-            yield tag(
-                "circle", titled(text), cx=share(left), cy=height, r=3.5, class_=f"dots c{curve.colour}"
-            )
+    def _dots(self) -> Iterator[str]:
+        """The points of curves of dots, and of curves that have one point."""
+        for curve in self.chart.curves:
+            points, role = self._points(curve), f"dots c{curve.colour}"
+            if curve.look is not Look.DOTS and len(points) != 1:
+                continue
+            for (left, height), step, value in zip(points, curve.steps, curve.values, strict=False):
+                text = titled(f"{curve.label}: {value:.6g} at step {step:,.0f}")
+                yield tag("circle", text, cx=share(left), cy=height, r=3.5, class_=role)

@@ -6,12 +6,16 @@ timelines and the metrics.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from statistics import median
+from typing import Any
 
+from bireme.cluster.cluster import Cluster
+from bireme.errors import BiremeError
 from bireme.plan.forecast import StageForecast, joules_per_sample
-from bireme.report.page.run import ReportedStage, Run
+from bireme.plan.plan import Plan
+from bireme.report.page.run import ReportedStage, ReportedSummary, Run
 from bireme.timeline.timeline import BUSY, Timeline
 
 _QUIET_S = 600.0
@@ -103,30 +107,30 @@ def state(run: Run, now_s: float) -> _RunState:
 def headline(run: Run) -> Headline:
     """The numbers on top. The summary of a run that goes on again is of its past, and does not count."""
     training, evaluations = run.metrics.training, run.metrics.evaluations
-    summary = None if run.metrics.stop is None else run.summary
+    ended = None if run.metrics.stop is None else run.summary
+    summary = ended or ReportedSummary()
     losses = _known(training.loss)
     evaluated = [one for one in evaluations if math.isfinite(one.loss)]
     best = min(evaluated, key=lambda one: one.loss, default=None)
-    steps = summary.steps if summary is not None else None
     samples_per_s = _middle(training.samples_per_s)
     forecast = None if run.plan is None else run.plan.forecast
     watts = None if forecast is None else forecast.watts
     return Headline(
-        steps=run.metrics.last_step if steps is None else steps,
-        train_loss=_first(summary.train_loss if summary else None, losses[-1] if losses else None),
+        steps=run.metrics.last_step if summary.steps is None else summary.steps,
+        train_loss=_first(summary.train_loss, *losses[-1:]),
         least_loss=min(losses, default=None),
-        eval_loss=_first(summary.eval_loss if summary else None, evaluated[-1].loss if evaluated else None),
+        eval_loss=_first(summary.eval_loss, *(one.loss for one in evaluated[-1:])),
         least_eval_loss=None if best is None else best.loss,
         least_eval_step=None if best is None else best.step,
-        tokens_per_s=_first(summary.tokens_per_s if summary else None, _middle(training.tokens_per_s)),
+        tokens_per_s=_first(summary.tokens_per_s, _middle(training.tokens_per_s)),
         samples_per_s=samples_per_s,
         predicted_batch_s=_predicted_batch_s(run),
-        measured_batch_s=_first(summary.measured_batch_s if summary else None, _middle(training.seconds)),
+        measured_batch_s=_first(summary.measured_batch_s, _middle(training.seconds)),
         peak_bytes=_peak_bytes(run),
         running_s=run.metrics.last_time_s,
         joules_per_sample=joules_per_sample(watts, samples_per_s) if samples_per_s else None,
         eval_bits_per_byte=_first(
-            summary.eval_bits_per_byte if summary else None, *(one.bits_per_byte for one in evaluations[-1:])
+            summary.eval_bits_per_byte, *(one.bits_per_byte for one in evaluations[-1:])
         ),
     )
 
@@ -155,21 +159,17 @@ def _stage(
     run: Run,
     stage: int,
     foretold: StageForecast | None,
-    told: ReportedStage | None,
+    reported: ReportedStage | None,
     batch_s: float | None,
 ) -> StageFigures:
-    first, last = (
-        told.units if told is not None else (foretold.begin, foretold.end - 1) if foretold else (0, 0)
-    )
+    told = reported or ReportedStage(units=(foretold.begin, foretold.end - 1) if foretold else (0, 0))
+    first, last = told.units
     forecast = run.plan.forecast if run.plan is not None else None
-    predicted_share = told.predicted_busy_share if told is not None else None
-    if predicted_share is None and foretold is not None and forecast is not None:
-        predicted_share = foretold.busy_s / forecast.batch_s
-    measured_share = told.busy_share if told is not None else None
-    if measured_share is None and run.measured is not None:
-        measured_share = _busy_share(run.measured, stage)
+    share = foretold.busy_s / forecast.batch_s if foretold is not None and forecast is not None else None
+    seen = None if run.measured is None else _busy_share(run.measured, stage)
+    measured_share = seen if told.busy_share is None else told.busy_share
     units = run.plan.units if run.plan is not None else ()
-    devices = foretold.devices if foretold is not None else (told.device,) if told and told.device else ()
+    devices = foretold.devices if foretold is not None else (told.device,) if told.device else ()
     return StageFigures(
         stage=stage,
         first_unit=first,
@@ -178,20 +178,18 @@ def _stage(
         devices=devices,
         predicted_s=foretold.busy_s if foretold is not None else None,
         measured_s=None if measured_share is None or batch_s is None else measured_share * batch_s,
-        predicted_share=predicted_share,
+        predicted_share=share if told.predicted_busy_share is None else told.predicted_busy_share,
         measured_share=measured_share,
-        predicted_bytes=_first(
-            told.predicted_peak_bytes if told else None, foretold.peak_bytes if foretold else None
-        ),
-        measured_bytes=_first(told.measured_peak_bytes if told else None, _seen_bytes(run, stage)),
+        predicted_bytes=_first(told.predicted_peak_bytes, foretold.peak_bytes if foretold else None),
+        measured_bytes=_first(told.measured_peak_bytes, _seen_bytes(run, stage)),
         limit_bytes=foretold.limit_bytes if foretold is not None else None,
         parts=_parts(run, stage, told),
     )
 
 
-def _parts(run: Run, stage: int, told: ReportedStage | None) -> tuple[MemoryPart, ...]:
+def _parts(run: Run, stage: int, told: ReportedStage) -> tuple[MemoryPart, ...]:
     """What the predicted peak consists of: of the stage, or where only that is known of its rank."""
-    if told is not None and told.bytes:
+    if told.bytes:
         named = told.bytes
     elif run.predicted is not None:
         rank = run.predicted.program.rank_of_stage[stage]
@@ -257,3 +255,198 @@ def _middle(values: Sequence[float]) -> float | None:
 def _first(*values: float | None) -> float | None:
     """The first that is known and a number."""
     return next((value for value in values if value is not None and math.isfinite(value)), None)
+
+
+# Who runs what in a plan, and what flows between them: the facts under the drawing of the cluster.
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A device that has a part in the plan: which rank of which replica it is, and its stages."""
+
+    device: str
+    rank: int
+    replica: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What goes between two neighbors in a pipeline; nan is what nobody knows.
+
+    `forth_bytes` a batch go from the first to the second, `back_bytes` the other way. `used_bytes_per_s` is
+    the greater of the two while the run goes on, `most_bytes_per_s` what the way between them carries.
+    """
+
+    source: Post
+    destination: Post
+    forth_bytes: float
+    back_bytes: float
+    used_bytes_per_s: float
+    most_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the way, how much is used; nan where it is not known."""
+        if not self.most_bytes_per_s or math.isinf(self.most_bytes_per_s):
+            return math.nan
+        return self.used_bytes_per_s / self.most_bytes_per_s
+
+
+def posts(run: Run) -> tuple[Post, ...]:
+    """Every device in use, replica by replica; none where the plan names none."""
+    if run.plan is None:
+        return ()
+    plan = run.plan.plan
+    source = plan.source
+    names = _names(run, plan, source.num_ranks)
+    return tuple(
+        Post(names[rank][replica], rank, replica, source.stages_of(rank))
+        for replica in range(plan.width if names else 0)
+        for rank in range(source.num_ranks)
+    )
+
+
+def flows(run: Run) -> tuple[Flow, ...]:
+    """What goes between the devices of each replica, each pair once."""
+    if run.plan is None:
+        return ()
+    hops = run.plan.plan.source.routes.hops()
+    pairs = dict.fromkeys((min(pair), max(pair)) for _, *pair in hops)
+    placed = {(post.replica, post.rank): post for post in posts(run)}
+    replicas = sorted({replica for replica, _ in placed})
+    return tuple(
+        _flow(run, placed[replica, one], placed[replica, other])
+        for replica in replicas
+        for one, other in pairs
+    )
+
+
+def _names(run: Run, plan: Plan, num_ranks: int) -> tuple[tuple[str, ...], ...]:
+    """The plan's devices by rank and replica, or those that the run began with."""
+    if plan.devices:
+        return plan.rank_devices
+    started = run.metrics.starts[-1].devices if run.metrics.starts else ()
+    if len(started) != num_ranks * plan.width:
+        return ()
+    return tuple(started[rank::num_ranks] for rank in range(num_ranks))
+
+
+def _flow(run: Run, source: Post, destination: Post) -> Flow:
+    figures = headline(run)
+    batch_s = figures.measured_batch_s or figures.predicted_batch_s or math.nan
+    known = next((one for one in (run.predicted, run.measured) if one is not None and one.transfers), None)
+    forth = _bytes(known, source.rank, destination.rank)
+    back = _bytes(known, destination.rank, source.rank)
+    return Flow(
+        source,
+        destination,
+        forth,
+        back,
+        max(forth, back) / batch_s,
+        _bandwidth(run.cluster, source.device, destination.device),
+    )
+
+
+def _bytes(timeline: Timeline | None, source: int, destination: int) -> float:
+    """Of a batch, from one rank to another."""
+    if timeline is None:
+        return math.nan
+    sent = (
+        sum(one.num_bytes)
+        for one in timeline.transfers
+        if (one.source, one.destination) == (source, destination)
+    )
+    return sum(sent) / timeline.program.num_batches
+
+
+def _bandwidth(cluster: Cluster | None, source: str, destination: str) -> float:
+    if cluster is None:
+        return math.nan
+    try:
+        return cluster.bandwidth(cluster.number_of(source), cluster.number_of(destination))
+    except BiremeError:
+        return math.nan
+
+
+# The numbers of runs as one JSON document, for programs; what is not known is null.
+
+
+def runs_document(runs: Sequence[Run], now_s: float) -> dict[str, Any]:
+    """Every run with its figures, its stages, its links and its events; `now_s` tells whether it runs."""
+    return {"runs": [_run(run, now_s) for run in runs]}
+
+
+def _run(run: Run, now_s: float) -> dict[str, Any]:
+    figures, metrics = headline(run), run.metrics
+    plan = None if run.plan is None else run.plan.plan
+    found = state(run, now_s)
+    shared = None if run.summary is None else run.summary.sync.shared
+    return {
+        "run_dir": str(run.folder),
+        "name": run.name,
+        "model": run.model or None,
+        "state": found.word,
+        "state_text": found.text,
+        "written_s": run.written_s,
+        "schedule": plan.schedule if plan else metrics.starts[-1].schedule if metrics.starts else None,
+        "num_stages": plan.num_stages if plan else None,
+        "width": plan.width if plan else None,
+        "num_microbatches": plan.num_microbatches if plan else None,
+        **_plain(asdict(figures)),
+        "prediction_error": figures.prediction_error,
+        "learns": run.learns.model_dump(),
+        "absences": [_plain(asdict(one)) for one in metrics.absences()],
+        "recoveries": [asdict(one) for one in metrics.recoveries],
+        "num_lines": len(metrics.training),
+        "num_skipped": int(sum(count for count in metrics.training.num_skipped if count > 0)),
+        "num_resumed": max(len(metrics.starts) - 1, 0),
+        "stages": [_stage_document(stage) for stage in stage_figures(run)],
+        "links": [_link_document(flow) for flow in flows(run)],
+        **({} if shared is None else {"shared": shared.model_dump()}),
+        "predicted_timeline": _timeline(run.predicted),
+        "measured_timeline": _timeline(run.measured),
+        "evaluations": [_plain(one.model_dump()) for one in metrics.evaluations],
+        "checkpoints": [_plain(one.model_dump()) for one in metrics.checkpoints],
+        "warnings": [one.model_dump() for one in metrics.warnings],
+        "notes": list(run.notes),
+    }
+
+
+def _stage_document(stage: StageFigures) -> dict[str, Any]:
+    plain = asdict(stage)
+    first, last, _ = (plain.pop(name) for name in ("first_unit", "last_unit", "unit_names"))
+    names = {
+        "predicted_share": "predicted_busy_share",
+        "measured_share": "busy_share",
+        "predicted_bytes": "predicted_peak_bytes",
+        "measured_bytes": "measured_peak_bytes",
+    }
+    return {names.get(name, name): value for name, value in plain.items() if name != "parts"} | {
+        "units": [first, last],
+        "bytes": {part.name: part.num_bytes for part in stage.parts},
+    }
+
+
+def _link_document(flow: Flow) -> dict[str, Any]:
+    plain = asdict(flow) | {"share": flow.share}
+    return _plain(plain | {"source": flow.source.device, "destination": flow.destination.device})
+
+
+def _timeline(timeline: Timeline | None) -> dict[str, float] | None:
+    if timeline is None:
+        return None
+    return {
+        "num_batches": timeline.program.num_batches,
+        "makespan_s": timeline.makespan_s,
+        "steady_batch_s": timeline.steady_batch_s,
+        "idle_share": idle_share(timeline),
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null for what is no number, which JSON cannot say."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

@@ -7,24 +7,15 @@ time are percent, so text and flags keep their shape. Replicas that were recorde
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from bireme.bounds import counted, seconds_text
 from bireme.report import palette
-from bireme.report.axes import Quantity, Scale
-from bireme.report.lanes import (
-    SWATCH,
-    Entry,
-    Lanes,
-    contents_of,
-    drawn_batches,
-    end_of,
-    entries,
-    lanes_of,
-)
+from bireme.report.lanes import SWATCH, Entry, Lanes, drawn_batches, end_of, entries, lanes_of
 from bireme.report.markup import element, number, stripes, tag, titled, words
 from bireme.report.page.curves import ACROSS, framed, share
 from bireme.report.page.figures import idle_share
-from bireme.report.shapes import CLOTH, Flag, Shape, Text, text_width
+from bireme.report.shapes import CLOTH, Flag, Quantity, Scale, Shape, Text, text_width
 from bireme.timeline.timeline import Timeline
 
 _HEADING, _HEAD = 26, 18
@@ -79,13 +70,13 @@ def timeline_figure(predicted: Timeline | None, measured: Timeline | None) -> st
         tag("line", x1=share(scale.at(mark)), x2=share(scale.at(mark)), y1=0, y2=y, class_="grid")
         for mark in scale.marks(6)
     )
-    has_sides = any(lanes.has_strips or any((*lanes.links, *lanes.copies)) for lanes in drawn)
+    has_sides = any(lanes.has_strips or any(lanes.lines) for lanes in drawn)
     picture = framed(title, scale, y, grid + "".join(still), "".join(moving), role="lanes", along="seconds")
     return tag(
         "figure",
         _told(drawn, [name for name, _ in shown]),
         tag("div", picture, class_=f"plots {'sides' if has_sides else 'no-sides'}"),
-        tag("div", *map(_key, entries(contents_of(drawn))), class_="legend"),
+        tag("div", *map(_key, chain(*entries(drawn))), class_="legend"),
         class_="chart",
     )
 
@@ -106,9 +97,7 @@ def _told(drawn: Sequence[Lanes], names: Sequence[str]) -> str:
 def _key(entry: Entry) -> str:
     """An entry of the legend."""
     width = max(entry.width, 0)
-    sample = tag(
-        "svg", themed(entry.sample(0, 0)), width=width, height=SWATCH, aria_hidden="true", class_="sample"
-    )
+    sample = tag("svg", themed(entry.sample), width=width, height=SWATCH, aria_hidden="true", class_="sample")
     return tag("span", sample if width else "", words(entry.text), class_="key")
 
 

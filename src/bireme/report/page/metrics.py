@@ -7,21 +7,33 @@ passed over. What a resumed run trained again replaces what was known of these s
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bireme.documents import read_json_lines
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+
+from bireme.documents import read_json_lines, validated
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.recoveries import Recovery
 
 
-@dataclass(frozen=True, slots=True)
-class LearnsEvent:
+def _or(default: Any) -> BeforeValidator:
+    """Let null be this value."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+_Number = Annotated[float, _or(math.nan)]
+_Text = Annotated[str, _or("")]
+
+
+class LearnsEvent(BaseModel):
     """The data that a run learns from, and the parameters that learn; None or "" is unknown."""
 
-    sources: tuple[str, ...] = ()
+    model_config = ConfigDict(frozen=True)
+
+    sources: Annotated[tuple[str, ...], _or(())] = ()
     num_files: int | None = None
     num_tokens: int | None = None
     num_samples: int | None = None
@@ -29,60 +41,103 @@ class LearnsEvent:
     epochs: float | None = None
     num_parameters: int | None = None
     num_learning_parameters: int | None = None
-    tokenizer: str = ""
+    tokenizer: _Text = ""
     length: int | None = None
-    loss_on: str = ""
+    loss_on: _Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _StartEvent:
+class _LoggedEvent(BaseModel):
+    """A line of the log: a kind, a step, and the seconds of running until then."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str = Field(exclude=True)
+    step: int = Field(ge=0)
+    time_s: FiniteFloat
+
+
+class _TrainEvent(_LoggedEvent):
+    """Figures of training; what a line lacks is nan. They are described in `TrainingLines`."""
+
+    loss: _Number = math.nan
+    grad_norm: _Number = math.nan
+    learning_rate: _Number = math.nan
+    tokens_per_s: _Number = math.nan
+    samples_per_s: _Number = math.nan
+    seconds: _Number = math.nan
+    num_skipped: _Number = math.nan
+    memory_bytes: Annotated[tuple[float | None, ...], _or(())] = ()
+
+
+class _StartEvent(_LoggedEvent):
     """That a run began or was resumed, after so many batches, and with what."""
 
-    step: int
-    time_s: float
-    schedule: str
-    num_stages: int
-    width: int
-    devices: tuple[str, ...]
-    predicted_batch_s: float
-    learns: LearnsEvent | None = None
-    """None in a log of an older version."""
+    schedule: _Text = ""
+    num_stages: Annotated[int, _or(0)] = 0
+    width: Annotated[int, _or(1)] = 1
+    devices: Annotated[tuple[str, ...], _or(())] = ()
+    predicted_batch_s: _Number = math.nan
+    learns: LearnsEvent = LearnsEvent()
 
 
-@dataclass(frozen=True, slots=True)
-class _EvaluationEvent:
+class _EvaluationEvent(_LoggedEvent):
     """The loss on samples that are not trained on; `bits_per_byte` is nan where it is unknown."""
 
-    step: int
-    time_s: float
-    loss: float
-    num_samples: int
-    bits_per_byte: float = math.nan
+    loss: _Number = math.nan
+    num_samples: int = 0
+    bits_per_byte: _Number = math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckpointEvent:
+class _CheckpointEvent(_LoggedEvent):
     """A checkpoint: for how long training stood still, how long the writing took, and what came of it."""
 
-    step: int
-    time_s: float
-    stall_s: float
-    write_s: float
-    num_bytes: int
+    stall_s: _Number = math.nan
+    write_s: _Number = math.nan
+    num_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(_LoggedEvent):
     """The samples of a batch that each replica trains, from a step on. Replicas that meet say who did."""
 
-    step: int
-    time_s: float
     shares: tuple[int, ...]
     members: tuple[int, ...] = ()
 
     def present(self) -> frozenset[int]:
         """The replicas that take part: those that meet, or those with samples where replicas do not meet."""
         return frozenset(self.members or (place for place, count in enumerate(self.shares) if count))
+
+
+class _RecoveryEvent(_LoggedEvent):
+    """How long a replica took to recover."""
+
+    replica: int
+    detect_s: float | None
+    transfer_s: float
+    catch_up_s: float
+
+
+class _WarningEvent(_LoggedEvent):
+    """A sentence that the run had to say."""
+
+    text: str
+
+
+class _StopEvent(_LoggedEvent):
+    """That the run ended by itself, and why."""
+
+    reason: str
+
+
+_EVENTS: dict[str, type[_LoggedEvent]] = {
+    "train": _TrainEvent,
+    "start": _StartEvent,
+    "evaluation": _EvaluationEvent,
+    "checkpoint": _CheckpointEvent,
+    "shares": Shared,
+    "recovery": _RecoveryEvent,
+    "warning": _WarningEvent,
+    "stop": _StopEvent,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +160,6 @@ class ReplicaAbsence:
     begin: _LoggedMoment
     end: _LoggedMoment | None
     last: _LoggedMoment
-
-
-@dataclass(frozen=True, slots=True)
-class _Warned:
-    """A sentence that the run had to say."""
-
-    step: int
-    time_s: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """That the run ended by itself, and why."""
-
-    step: int
-    time_s: float
-    reason: str
 
 
 def _column() -> "array[float]":
@@ -149,9 +186,8 @@ class TrainingLines:
     def __len__(self) -> int:
         return len(self.step)
 
-    def columns(self) -> "list[tuple[str, array[float]]]":
-        """Every column with its name in the file."""
-        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+
+_COLUMNS = tuple(one.name for one in fields(TrainingLines))
 
 
 @dataclass(slots=True)
@@ -162,8 +198,8 @@ class Metrics:
     training: TrainingLines = field(default_factory=TrainingLines)
     evaluations: list[_EvaluationEvent] = field(default_factory=list)
     checkpoints: list[_CheckpointEvent] = field(default_factory=list)
-    warnings: list[_Warned] = field(default_factory=list)
-    stop: Stop | None = None
+    warnings: list[_WarningEvent] = field(default_factory=list)
+    stop: _StopEvent | None = None
     peak_bytes: list[float] = field(default_factory=list)
     shares: list[Shared] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -230,12 +266,57 @@ class Metrics:
             return f"host {hosts.pop()} ({numbers})"
         return f"{numbers} ({', '.join(devices)})" if devices else numbers
 
-    def _events(self) -> Iterator[_StartEvent | _EvaluationEvent | _CheckpointEvent | Stop]:
+    def _events(self) -> Iterator[_LoggedEvent]:
         yield from self.starts
         yield from self.evaluations
         yield from self.checkpoints
         if self.stop is not None:
             yield self.stop
+
+    def take(self, event: _LoggedEvent) -> None:
+        """Take in one more line; a kind that is not known is for later versions."""
+        match event:
+            case _TrainEvent():
+                self._train(event)
+            case _StartEvent():
+                self._forget(event.step)
+                self.stop = None
+                self.starts.append(event)
+            case _EvaluationEvent():
+                self.evaluations.append(event)
+            case _CheckpointEvent():
+                self.checkpoints.append(event)
+            case Shared():
+                # A resumed run lists again those that it continues with.
+                self.shares = [one for one in self.shares if one.step < event.step]
+                known = [(one.shares, one.members) for one in self.shares[-1:]]
+                if known != [(event.shares, event.members)]:
+                    self.shares.append(event)
+            case _RecoveryEvent():
+                self.recoveries.append(Recovery(**event.model_dump(exclude={"time_s"})))
+            case _WarningEvent():
+                self.warnings.append(event)
+            case _StopEvent():
+                self.stop = event
+
+    def _train(self, event: _TrainEvent) -> None:
+        if len(self.training) and event.step <= self.training.step[-1]:
+            self._forget(event.step - 1)
+        for name in _COLUMNS:
+            getattr(self.training, name).append(getattr(event, name))
+        for rank, num_bytes in enumerate(event.memory_bytes):
+            if rank == len(self.peak_bytes):
+                self.peak_bytes.append(0.0)
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], num_bytes or 0.0)
+
+    def _forget(self, step: int) -> None:
+        """Leave out what was trained past a step, because it is trained again."""
+        keep = bisect_right(self.training.step, step)
+        for name in _COLUMNS:
+            del getattr(self.training, name)[keep:]
+        self.evaluations = [one for one in self.evaluations if one.step <= step]
+        self.checkpoints = [one for one in self.checkpoints if one.step <= step]
+        self.shares = [one for one in self.shares if one.step <= step]
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -247,143 +328,7 @@ def read_metrics(path: Path) -> Metrics:
             "the file."
         )
     metrics = Metrics()
-    columns = metrics.training.columns()
     for place, record in log.records.items():
-        try:
-            _take(metrics, columns, record)
-        except KeyError as error:
-            raise BiremeError(f"Line {place} of {path} lacks {error.args[0]!r}.") from None
-        except (TypeError, ValueError, OverflowError) as error:
-            raise BiremeError(f"Line {place} of {path} cannot be read: {error}.") from None
+        kind = _EVENTS.get(str(record.get("kind")), _LoggedEvent)
+        metrics.take(validated(record, kind, source=f"Line {place} of {path}"))
     return metrics
-
-
-_NamedColumns = Sequence[tuple[str, "array[float]"]]
-
-
-def _take(metrics: Metrics, columns: _NamedColumns, record: dict[str, Any]) -> None:
-    """One more record; a kind that is not known is for later versions."""
-    step, time_s = _step(record), _time_s(record)
-    match record["kind"]:
-        case "train":
-            _train(metrics, columns, record)
-        case "start":
-            _forget(metrics, columns, step)
-            metrics.stop = None
-            metrics.starts.append(_start(record, step, time_s))
-        case "evaluation":
-            loss, num_samples = _value(record, "loss"), int(record.get("num_samples", 0))
-            bits = _value(record, "bits_per_byte")
-            metrics.evaluations.append(_EvaluationEvent(step, time_s, loss, num_samples, bits))
-        case "checkpoint":
-            stall_s, write_s = _value(record, "stall_s"), _value(record, "write_s")
-            num_bytes = int(record.get("num_bytes", 0))
-            metrics.checkpoints.append(_CheckpointEvent(step, time_s, stall_s, write_s, num_bytes))
-        case "shares":
-            members = tuple(map(int, record.get("members", ())))
-            _share(metrics, Shared(step, time_s, tuple(map(int, record["shares"])), members))
-        case "recovery":
-            metrics.recoveries.append(_recovery(record, step))
-        case "warning":
-            metrics.warnings.append(_Warned(step, time_s, str(record["text"])))
-        case "stop":
-            metrics.stop = Stop(step, time_s, str(record["reason"]))
-
-
-def _share(metrics: Metrics, shared: Shared) -> None:
-    """New shares; a resumed run lists again those that it continues with."""
-    metrics.shares = [one for one in metrics.shares if one.step < shared.step]
-    known = [(one.shares, one.members) for one in metrics.shares[-1:]]
-    if known != [(shared.shares, shared.members)]:
-        metrics.shares.append(shared)
-
-
-def _train(metrics: Metrics, columns: _NamedColumns, record: dict[str, Any]) -> None:
-    lines, peak_bytes = metrics.training, metrics.peak_bytes
-    if len(lines) and record["step"] <= lines.step[-1]:
-        _forget(metrics, columns, int(record["step"]) - 1)
-    known = record.get
-    for name, column in columns:
-        value = known(name)
-        column.append(math.nan if value is None else value)
-    for rank, num_bytes in enumerate(record.get("memory_bytes") or ()):
-        if rank == len(peak_bytes):
-            peak_bytes.append(0.0)
-        peak_bytes[rank] = max(peak_bytes[rank], float(num_bytes or 0))
-
-
-def _forget(metrics: Metrics, columns: _NamedColumns, step: int) -> None:
-    """Leave out what was trained past a step, because it is trained again."""
-    keep = bisect_right(metrics.training.step, step)
-    for _, column in columns:
-        del column[keep:]
-    metrics.evaluations = [one for one in metrics.evaluations if one.step <= step]
-    metrics.checkpoints = [one for one in metrics.checkpoints if one.step <= step]
-    metrics.shares = [one for one in metrics.shares if one.step <= step]
-
-
-def _start(record: dict[str, Any], step: int, time_s: float) -> _StartEvent:
-    return _StartEvent(
-        step,
-        time_s,
-        str(record.get("schedule", "")),
-        int(record.get("num_stages") or 0),
-        int(record.get("width") or 1),
-        tuple(map(str, record.get("devices") or ())),
-        _value(record, "predicted_batch_s"),
-        _learns(record.get("learns")),
-    )
-
-
-def _step(record: dict[str, Any]) -> int:
-    step = int(record["step"])
-    if step < 0:
-        raise ValueError(f"step is {step}")
-    return step
-
-
-def _time_s(record: dict[str, Any]) -> float:
-    time_s = float(record["time_s"])
-    if not math.isfinite(time_s):
-        raise ValueError(f"time_s is {time_s}")
-    return time_s
-
-
-def _recovery(record: dict[str, Any], step: int) -> Recovery:
-    detect_s = record["detect_s"]
-    return Recovery(
-        int(record["replica"]),
-        step,
-        None if detect_s is None else float(detect_s),
-        float(record["transfer_s"]),
-        float(record["catch_up_s"]),
-    )
-
-
-def _value(record: dict[str, Any], name: str) -> float:
-    value = record.get(name)
-    return math.nan if value is None else float(value)
-
-
-def _learns(found: object) -> LearnsEvent | None:
-    """What a start says of its data; None where it says nothing."""
-    if not isinstance(found, dict):
-        return None
-
-    def whole(name: str) -> int | None:
-        value = found.get(name)
-        return None if value is None else int(value)
-
-    return LearnsEvent(
-        sources=tuple(map(str, found.get("sources") or ())),
-        num_files=whole("num_files"),
-        num_tokens=whole("num_tokens"),
-        num_samples=whole("num_samples"),
-        num_evaluation_samples=whole("num_evaluation_samples"),
-        epochs=epochs if math.isfinite(epochs := _value(found, "epochs")) else None,
-        num_parameters=whole("num_parameters"),
-        num_learning_parameters=whole("num_learning_parameters"),
-        tokenizer=str(found.get("tokenizer") or ""),
-        length=whole("length"),
-        loss_on=str(found.get("loss_on") or ""),
-    )

@@ -4,7 +4,6 @@ Only `metrics.jsonl` must be there. What else is missing is None, and what is th
 becomes a sentence in `notes`, so that a page comes out of every run.
 """
 
-import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan
 from bireme.report.page.metrics import LearnsEvent, Metrics, read_metrics
-from bireme.report.page.recorded import read_recorded
+from bireme.report.timeline_document import read_recorded
 from bireme.timeline.timeline import Timeline
 
 _METRICS = "metrics.jsonl"
@@ -67,7 +66,7 @@ class _ReportedSync(_Table):
     shared: _ReportedShared | None = None
 
 
-class _ReportedSummary(_Table):
+class ReportedSummary(_Table):
     """What a run says of itself at its end, as far as the page uses it; a loss may have become nan."""
 
     steps: int | None = None
@@ -89,25 +88,6 @@ class _ReportedSummary(_Table):
         return () if value is None else (value,) if isinstance(value, str) else value
 
 
-class _Data(_Table):
-    """`data.json`, as far as the page uses it."""
-
-    source: str
-    num_samples: int | None = Field(None, ge=0)
-    num_tokens: int | None = Field(None, ge=0)
-
-
-class _Parameter(_Table):
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
-    trainable: bool = True
-
-
-class _Graph(_Table):
-    """The parameters of `graph.json`."""
-
-    parameters: tuple[_Parameter, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run. `written_s` is when its metrics were last written, in seconds of the usual epoch."""
@@ -121,7 +101,7 @@ class Run:
     planned_steps: int | None = None
     plan: SavedPlan | None = None
     cluster: Cluster | None = None
-    summary: _ReportedSummary | None = None
+    summary: ReportedSummary | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
     learns: LearnsEvent = field(default_factory=LearnsEvent)
@@ -165,10 +145,10 @@ def read_run(folder: Path) -> Run:
         planned_steps=_at(table, "training", "steps", int, 0) or None,
         plan=saved,
         cluster=reading.part("cluster.toml", read_cluster),
-        summary=reading.part("summary.json", lambda path: read_json(path, _ReportedSummary)),
+        summary=reading.part("summary.json", lambda path: read_json(path, ReportedSummary)),
         predicted=predicted,
         measured=measured,
-        learns=(log.starts[-1].learns if log.starts else None) or _learns(reading, table),
+        learns=log.starts[-1].learns if log.starts else LearnsEvent(),
         notes=tuple(reading.notes),
     )
 
@@ -200,33 +180,6 @@ def _alone(timeline: Timeline, plan: Plan) -> Timeline:
     if plan.width > 1 or plan.stage_widths:
         return timeline
     return replace(timeline, transfers=tuple(one for one in timeline.transfers if not one.is_sync))
-
-
-def _learns(reading: "_Reading", table: dict[str, Any]) -> LearnsEvent:
-    """The data and parameters of a run whose log does not list them, from the other files of its folder."""
-    data = reading.part("data.json", lambda path: read_json(path, _Data))
-    graph = reading.part("graph.json", lambda path: read_json(path, _Graph))
-    source = _at(table, "data", "source", str, "") if data is None else data.source
-    samples = None if data is None else data.num_samples
-    trained = _at(table, "training", "steps", int, 0) * _at(table, "training", "batch_size", int, 0)
-    sizes = [] if graph is None else [(math.prod(one.shape), one.trainable) for one in graph.parameters]
-    tokens = None if data is None else data.num_tokens
-    return LearnsEvent(
-        sources=(source,) if source else (),
-        num_tokens=tokens,
-        num_samples=samples,
-        epochs=trained / samples if trained > 0 and samples else None,
-        num_parameters=sum(size for size, _ in sizes) if sizes else None,
-        num_learning_parameters=sum(size for size, learns in sizes if learns) if sizes else None,
-        tokenizer="" if tokens is None else _tokenizer(table),
-        length=None if tokens is None else _at(table, "data", "length", int, 0) or None,
-    )
-
-
-def _tokenizer(table: dict[str, Any]) -> str:
-    """The tokenizer that the run file names; `auto` stands for that of the model's folder."""
-    name = _at(table, "data", "tokenizer", str, "")
-    return f"auto, for {_at(table, 'model', 'source', str, 'the model')}" if name == "auto" else name
 
 
 class _Reading:
