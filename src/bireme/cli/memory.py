@@ -62,7 +62,7 @@ def memory(
         from bireme.report.gantt import write_gantt
 
         write_gantt(title, behavior, alone, picture)
-    from bireme.report.memory_table import memory_document, print_memory
+    from bireme.report.profile_table import memory_document, print_memory
 
     asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
     found = behavior, alone, in_turn, paging

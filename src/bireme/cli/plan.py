@@ -262,7 +262,7 @@ def profile(
         from bireme.profile.profile import save_profile
 
         save_profile(found, output)
-    from bireme.report.memory_table import print_profile
+    from bireme.report.profile_table import print_profile
 
     show(partial(_document, found), partial(print_profile, found), as_json=as_json)
     if output is not None and not as_json:

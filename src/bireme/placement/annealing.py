@@ -1,4 +1,4 @@
-"""The loop of the annealing: single items, stretches, blocks and swaps, accepted by how hot it is.
+"""The loops of the annealing: single items, stretches, blocks and swaps, accepted by how hot it is.
 
 What is made small is not the largest load but a norm of all loads that comes close to it, so that each move
 is either good or bad; the true value is watched on the way and the best placement that fits is kept. Loads

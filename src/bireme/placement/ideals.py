@@ -1,6 +1,6 @@
-"""All ideals of the order of some items: the sets that hold, with an item, everything that is before it.
+"""The dynamic program over all ideals of an order: sets that hold, with an item, all that is before it.
 
-They are numbered by their size, the empty one first and the whole one last, and joined into a lattice: from
+Ideals are numbered by their size, the empty one first and the whole one last, and joined into a lattice: from
 each ideal a way leads down for every item that can be taken out of it. The ways of an ideal are in the order
 of their items.
 """

@@ -1,4 +1,4 @@
-"""The best placement of any kind, contiguous or not, as an integer program on HiGHS.
+"""The best placement as an integer program on HiGHS: of any kind first, then of the contiguous ones.
 
 A column for each item and each device says whether the one is on the other; accelerators pay for the nets
 they cut. Only nets are looked at, no graph. Equal devices are ordered by the heaviest item they have, so

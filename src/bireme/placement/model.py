@@ -1,4 +1,4 @@
-"""From a captured model, a profile of it and a cluster to a workload, and which node stands for what.
+"""From a captured model, a profile of it and a cluster to a workload, and from a placement to a plan.
 
 The profile is of a device at speed 1. Times come out in milliseconds. What a step of the optimizer takes is
 in no node: it is paid once for a batch, not for every sample that passes.

@@ -19,8 +19,8 @@ from bireme.profile.swapping import Swap, SwapPlan
 from bireme.report import palette
 from bireme.report.lanes import plain_seconds
 from bireme.report.markup import svg
-from bireme.report.memory_table import footprint
 from bireme.report.palette import Colour
+from bireme.report.profile_table import footprint
 from bireme.report.shapes import (
     Anchor,
     Line,

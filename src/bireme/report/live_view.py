@@ -1,4 +1,4 @@
-"""A run that trains now, as its events describe it, and as lines of text for a terminal of any width."""
+"""A run that trains now: its newest figures as lines of text, at the bottom of a terminal of any width."""
 
 import math
 import os

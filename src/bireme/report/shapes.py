@@ -1,4 +1,4 @@
-"""What a picture is made of: rectangles, lines and text, in pixels from the top left corner.
+"""What a picture is made of: rectangles, lines, text and scales, in pixels from the top left corner.
 
 A layout makes them once; each writer turns them into a file format. So a layout must know how wide text
 comes out without asking a writer: `text_width` is a little more than any usual font needs.

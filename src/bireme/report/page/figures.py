@@ -1,4 +1,4 @@
-"""The numbers of a run that a reader asks for first, from whichever file has them.
+"""The numbers of a run, from whichever file has them: headline, stages, links, and all as one document.
 
 A run that ended has a summary; of one that is going on or was killed they come from the plan, the recorded
 timelines and the metrics.

@@ -1,4 +1,4 @@
-"""The page itself: what is where, and what is said of a part that is missing.
+"""The page itself: what is where, what is said of a part that is missing, and how it is served live.
 
 It needs nothing from outside: style, script and pictures are in it, and it says so to the browser.
 """

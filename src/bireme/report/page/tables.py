@@ -1,4 +1,4 @@
-"""The tables and tiles of a page."""
+"""The tables and tiles of a page, and the bars of memory."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,7 @@
-"""Memory behavior: who owns the peak, when large blocks live, what could be swapped.
+"""What a model costs and how it uses memory: a profile unit by unit, and the blocks of an iteration.
 
-A report for the terminal, and one JSON document for programs.
+Both are tables for the terminal. The memory behavior (who owns the peak, when large blocks live, what could
+be swapped) is one JSON document for programs, too.
 """
 
 from collections import Counter
