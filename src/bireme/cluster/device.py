@@ -113,6 +113,12 @@ KINDS = ("cpu", "cuda", "xpu", "mps", "emulated")
 FASTEST = 1e6
 """Times as fast as where the model was profiled."""
 
+_SUMMED = (
+    *("memory_bytes", "bytes_per_s", "float32_flops_per_s", "bfloat16_flops_per_s"),
+    *("watts", "host_bytes_per_s", "process_bytes"),
+)
+"""Figures of which several devices have the sum."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -171,17 +177,9 @@ class Device:
 
     def together(self, members: int) -> "Device":
         """`members` of these devices as one, with the figures of all."""
-        return replace(
-            self,
-            memory_bytes=members * self.memory_bytes,
-            bytes_per_s=members * self.bytes_per_s,
-            float32_flops_per_s=members * self.float32_flops_per_s,
-            bfloat16_flops_per_s=members * self.bfloat16_flops_per_s,
-            watts=members * self.watts,
-            host_bytes_per_s=members * self.host_bytes_per_s,
-            process_bytes=None if self.process_bytes is None else members * self.process_bytes,
-            members=members,
-        )
+        own = {name: getattr(self, name) for name in _SUMMED}
+        summed = {name: members * value for name, value in own.items() if value is not None}
+        return replace(self, members=members, **summed)
 
     def flops_per_s(self, dtype: str) -> float:
         """How fast it multiplies matrices of a type of number."""

@@ -7,7 +7,7 @@ made under the load that training will have; who does that is a `Measurer`.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -128,11 +128,8 @@ class BatchEndTimes:
 
     def beyond(self, other: "BatchEndTimes") -> "BatchEndTimes":
         """What these seconds are more than others."""
-        return BatchEndTimes(
-            max(self.reduce_s - other.reduce_s, 0.0),
-            max(self.update_s - other.update_s, 0.0),
-            max(self.trial_s - other.trial_s, 0.0),
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return BatchEndTimes(*(max(own - less, 0.0) for own, less in pairs))
 
 
 @dataclass(frozen=True, slots=True)
