@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bireme.bounds import bytes_text, seconds_text
-from bireme.placement.check import DeviceWork, PlacementVerdict, work_of
+from bireme.placement.check import PlacementVerdict, work_of
 from bireme.placement.workload import Objective, Placement, Workload, device_names
 from bireme.report.terminal import columns
 
@@ -106,8 +106,7 @@ def advice_on(placement: Placement) -> str | None:
 
 def print_placement(workload: Workload, placement: Placement, seconds: float, console: Console) -> None:
     """The devices, and the value with what is known of it."""
-    works = work_of(workload, placement.devices, placement.pieces)
-    console.print(_devices(workload, works, placement.loads, placement.pieces, placement.devices))
+    console.print(_devices(workload, placement.devices, placement.pieces, placement.loads))
     console.print()
     console.print(f"[bold]{placement.value:.6g}[/bold] {_MEANINGS[placement.objective]}.")
     ideals = "" if placement.num_ideals is None else f", {placement.num_ideals:,} ideals"
@@ -127,7 +126,7 @@ def print_verdict(
 ) -> None:
     """The devices as the checker counts them, and every broken rule."""
     if verdict.loads:
-        console.print(_devices(workload, work_of(workload, devices, pieces), verdict.loads, pieces, devices))
+        console.print(_devices(workload, devices, pieces, verdict.loads))
         console.print()
     if math.isfinite(verdict.value):
         console.print(f"[bold]{verdict.value:.6g}[/bold] {_MEANINGS[objective]}.")
@@ -149,12 +148,9 @@ def _proof(placement: Placement) -> str:
 
 
 def _devices(
-    workload: Workload,
-    works: Sequence[DeviceWork],
-    loads: Sequence[float],
-    pieces: Sequence[int],
-    devices: Sequence[int],
+    workload: Workload, devices: Sequence[int], pieces: Sequence[int], loads: Sequence[float]
 ) -> Table:
+    works = work_of(workload, devices, pieces)
     headings = ["device", "nodes", *(["pieces"] if pieces else []), "compute", "moved"]
     headings += ["done at" if pieces else "load", "", "memory", "of limit"]
     table = columns(headings, words=("device", ""))

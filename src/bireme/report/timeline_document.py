@@ -151,10 +151,11 @@ def _recorded_document(timeline: Timeline) -> dict[str, Any]:
     """The document of a timeline with all its moments, in seconds from the begin of the window."""
     document = timeline_document(timeline)
     for row, rank in zip(document["ranks"], timeline.ranks, strict=True):
-        row |= {"start_s": list(rank.start_s), "end_s": list(rank.end_s)}
+        row.update(_moments(rank))
+    others = [[{"rank": rank.rank, **_moments(rank)} for rank in ranks] for ranks in timeline.others]
     document |= {
         "source": timeline.source,
-        **({"others": _others(timeline)} if timeline.others else {}),
+        **({"others": others} if others else {}),
         "first_batch": timeline.program.first_batch,
         **({} if timeline.program.average_lag is None else {"average_lag": timeline.program.average_lag}),
         "transfers": [
@@ -166,12 +167,8 @@ def _recorded_document(timeline: Timeline) -> dict[str, Any]:
     return document
 
 
-def _others(timeline: Timeline) -> list[list[dict[str, Any]]]:
-    """The moments of the other replicas' ranks."""
-    return [
-        [{"rank": rank.rank, "start_s": list(rank.start_s), "end_s": list(rank.end_s)} for rank in ranks]
-        for ranks in timeline.others
-    ]
+def _moments(rank: RankTimeline) -> dict[str, Any]:
+    return {"start_s": list(rank.start_s), "end_s": list(rank.end_s)}
 
 
 def read_recorded(path: Path, plan: Plan) -> Timeline:
