@@ -119,7 +119,7 @@ def planners(depths: Sequence[int]) -> Section:
             loads = loads_for(halves, p)
             layers = loads_for(halves.merged(bounds), p)
             found, flattest = autopipe(loads), exact(loads)
-            if found is None or not isinstance(flattest, Partition):
+            if found is None or not flattest.fits:
                 continue
             cut = {name: tuple(bounds[c] for c in planner(layers)) for name, planner in BASELINES.items()}
             every = {name: assess(loads, cuts) for name, cuts in cut.items()}

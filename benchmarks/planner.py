@@ -45,7 +45,7 @@ from bireme.plan.partition.loads import (
     StageSetting,
     loads_of,
 )
-from bireme.plan.partition.partition import Partition, assess, exact
+from bireme.plan.partition.partition import assess, exact
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
@@ -128,7 +128,7 @@ def partitions(loads: Loads, random: np.random.Generator) -> Iterator[tuple[str,
         if found is not None:
             yield "autopipe", found.partition.cuts
     flattest = exact(loads)
-    if isinstance(flattest, Partition):
+    if flattest.fits:
         yield "exact", flattest.cuts
 
 

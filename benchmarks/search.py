@@ -46,13 +46,13 @@ from benchmarks.made_up.published_2bw import (
     profile_of_model,
 )
 from benchmarks.made_up.vgg16 import MICRO_BATCH, PUBLISHED, cluster_a, vgg16
+from bireme.bounds import widths_text
 from bireme.cluster.cluster import Card, Cluster, Link, Mesh, Server
 from bireme.cluster.device import Device
 from bireme.plan.forecast import Answer
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest, TierLimits
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
-from bireme.plan.widths import widths_text
 from bireme.profile.profile import Profile
 
 GIB = 2**30

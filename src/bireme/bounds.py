@@ -1,10 +1,11 @@
 """Numbers with the bounds that a file must keep to: the types of fields that are read from files.
 
 To the program they are plain numbers; `documents.py` refuses a file that goes beyond them. And numbers as
-people write and read them: bytes, seconds, rates, counts.
+people write and read them: bytes, seconds, rates, counts, widths of stages.
 """
 
 import re
+from collections.abc import Iterable
 from math import inf
 from typing import Annotated
 
@@ -117,3 +118,25 @@ def counted(number: int, what: str) -> str:
     """Such as `1 stage`, `4 stages` or `1,024 batches`."""
     ending = "" if number == 1 else "es" if what.endswith(("ch", "s")) else "s"
     return f"{number:,} {what}{ending}"
+
+
+EQUAL, ANY = "equal", "any"
+"""Widths of stages: the same for all, or whatever is best."""
+
+
+def widths_text(widths: Iterable[int]) -> str:
+    """The replicas of each stage as people write them, such as 3-1."""
+    return "-".join(map(str, widths))
+
+
+def parse_stage_widths(text: str) -> str | tuple[int, ...]:
+    """Widths of stages as people write them: equal, any, or the replicas of each stage, such as 3-1."""
+    word = text.strip().lower()
+    if word in (EQUAL, ANY):
+        return word
+    parts = [part.strip() for part in word.split("-")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise BiremeError(
+            f"There are no stage widths {text!r}. Use any, equal, or the replicas of each stage, such as 3-1."
+        )
+    return tuple(map(int, parts))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 from hypothesis import example, given
@@ -181,9 +180,16 @@ def test_equal_replicas_are_forecast_as_one_event_simulation_of_all_says(case: E
         ended: list[float] = []
         together_s(draft.program(), lambda ends: ended.__setitem__(slice(None), ends))
         settled_s = settled_batch_s(ended[: draft.program().num_batches - 1])
-        window_s = settled_s or together_s(
-            draft.ungathered_program(SETTLING), partial(settled_batch_s, most=SETTLING - 1)
-        )
+        if settled_s is None:
+
+            def is_settled(ends: Sequence[float]) -> bool:
+                ended[:] = ends
+                return settled_batch_s(ends, SETTLING - 1) is not None
+
+            together_s(draft.ungathered_program(SETTLING), is_settled)
+            settled_s = settled_batch_s(ended, SETTLING - 1)
+        assert settled_s is not None
+        window_s = settled_s
     least_s = PlanEvaluator(problem).floor(draft).seconds
     assert forecast_s == pytest.approx(max(window_s, least_s), rel=1e-6)
     if window_s < least_s * (1 - 1e-6):
@@ -261,4 +267,4 @@ def test_a_longer_batch_is_no_more_to_simulate(schedule: str) -> None:
         evaluator.forecast(draft_of(long_plan(schedule, num_microbatches), cluster))
         return evaluator.num_instructions
 
-    assert num_instructions(2_000) == num_instructions(100)
+    assert num_instructions(2_000) <= num_instructions(100)

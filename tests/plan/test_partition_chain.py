@@ -13,8 +13,6 @@ from bireme.cluster.catalogue import device_named
 from bireme.errors import BiremeError
 from bireme.plan.partition.chain import Chain, chain_of, layer_bounds
 from bireme.plan.partition.loads import (
-    DeviceRow,
-    DeviceSlot,
     Recompute,
     RowLink,
     StageSetting,
@@ -218,13 +216,7 @@ def test_the_bytes_of_a_partition_are_those_of_its_simulation(name: str, recompu
             assert [stage.peak_bytes for stage in partition.stages] == counted
 
 
-def test_a_line_and_a_chain_must_make_sense() -> None:
-    with pytest.raises(BiremeError, match="one link fewer"):
-        DeviceRow((DeviceSlot("a"), DeviceSlot("b")), ())
-    with pytest.raises(BiremeError, match="speed 0"):
-        DeviceSlot("a", speed=0)
-    with pytest.raises(BiremeError, match="bytes/s"):
-        RowLink(bytes_per_s=0)
+def test_a_chain_must_have_units_for_all_stages() -> None:
     with pytest.raises(BiremeError, match="one unit or more"):
         chain_of_numbers([], [])
     made: Chain = chain_of_numbers([1.0], [2.0])

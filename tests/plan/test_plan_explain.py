@@ -36,7 +36,7 @@ def answered(profile: Profile, cluster: Cluster, request: PlanRequest) -> tuple[
     gains = [one.gain for one in helps]
     assert gains == sorted(gains, reverse=True)
     for one in helps:
-        assert one.candidate.fits
+        assert one.candidate.forecast.fits
     return answer, {one.words: one for one in helps}
 
 

@@ -42,6 +42,10 @@ positive = st.floats(1e-12, 1e12)
 names = st.text(max_size=8)
 
 
+def kind_of(plan: Plan) -> PlanKind:
+    return PlanKind.of(plan.schedule, plan.num_stages, plan.width)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan of a schedule with one stage on each rank."""
@@ -277,7 +281,7 @@ def test_a_model_with_fewer_units_of_the_same_kind_is_refused() -> None:
 def test_every_schedule_is_of_a_kind(name: str) -> None:
     per_rank = SCHEDULES[name].stages_per_rank
     depth = 1 if name == "sequential" else 2 * per_rank
-    kind = PlanKind.of(Plan(tuple(range(1, depth)), 4, name))
+    kind = kind_of(Plan(tuple(range(1, depth)), 4, name))
     expected = {
         "sequential": PlanKind.ONE_DEVICE,
         "2bw": PlanKind.DELAYED,
@@ -290,7 +294,7 @@ def test_every_schedule_is_of_a_kind(name: str) -> None:
 
 
 def test_replicas_of_a_whole_model_are_data_parallel() -> None:
-    assert PlanKind.of(Plan((), 1, "sequential", width=3)) is PlanKind.DATA_PARALLEL
+    assert kind_of(Plan((), 1, "sequential", width=3)) is PlanKind.DATA_PARALLEL
 
 
 def test_a_summary_says_what_each_replica_gets() -> None:

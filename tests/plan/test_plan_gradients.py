@@ -84,7 +84,7 @@ def test_components_are_counted_on_the_device_of_a_plan_that_offloads() -> None:
     request = PlanRequest(4, schedule="1f1b", sums=sums, whole_backwards=True, memory=limits)
     draft = Draft(Outline("1f1b", 1, 1, (1,), 4), ((0,),), ())
     evaluator = PlanEvaluator(PlanningProblem(profile, cluster(), request))
-    paging = evaluator.paging(draft, ahead=1, updates_together=False, host_updates=False)
+    paging = evaluator.paging(draft, host_updates=False)
     assert paging is not None
     found = sum(one.found_bytes for one in sums.gathered)
     assert found > 0

@@ -47,7 +47,7 @@ def forecast(
 ) -> Forecast:
     """Of four replicas of one stage, in two sites if there are rounds."""
     machines = on or cluster()
-    sites = 1 if rounds is None else 2
+    sites = asked.pop("sites", 1 if rounds is None else 2)
     devices = (tuple(device.name for device in machines.devices()),)
     plan = Plan((), 4, schedule, width=4, micro_batch_sizes=(1,) * 4, devices=devices, sites=sites)
     request = PlanRequest(16, sites=sites, rounds=rounds, **asked)
@@ -67,8 +67,32 @@ def test_a_link_between_sites_carries_a_part_of_the_gradients_of_each_replica_in
 
 def test_the_way_to_the_coordinator_and_around_the_members_is_part_of_a_batch() -> None:
     near, far = (forecast(QUORUM, on=cluster(SLOW, late), shard="optimizer") for late in (0.0, LATENCY_S))
-    # Around both members, and there and back to the coordinator, to the members, and to the coordinator.
-    assert far.batch_s - near.batch_s == pytest.approx((2 + 3 * 2) * HOP_S, rel=1e-3)
+    # To the coordinator and back, to the other member, the sum, and to the coordinator and back.
+    assert far.batch_s - near.batch_s == pytest.approx((2 + 1 + 1 + 2) * HOP_S, rel=1e-3)
+
+
+def test_without_sites_a_round_is_the_sum_over_all_replicas() -> None:
+    """The ring of four takes six messages, and the coordinator and the others five; a replica of one rank
+    agrees with itself.
+    """
+    near_s, far_s = (
+        forecast(SiteRounds(), on=cluster(1e15, latency_s, "cpu"), sites=1).batch_s
+        for latency_s in (0.0, 1e-6)
+    )
+    assert far_s - near_s == pytest.approx((6 + 5) * 2e-6, abs=1e-10)
+
+
+@pytest.mark.parametrize(("kind", "num_messages"), [("cuda", 1), ("cpu", 2)])
+def test_a_batch_waits_for_the_messages_of_its_sum_and_of_the_agreement(kind: str, num_messages: int) -> None:
+    """Each of the 2 · 3 messages of a ring waits for the one before it, and gloo asks before it sends. All
+    ranks then agree by a message there and back; under 2bw the next batch hides all of it.
+    """
+    for schedule, late in (("1f1b", num_messages * 6 + 2), ("2bw", 0)):
+        near_s, far_s = (
+            forecast(None, on=cluster(1e15, latency_s, kind), schedule=schedule).batch_s
+            for latency_s in (0.0, 1e-6)
+        )
+        assert far_s - near_s == pytest.approx(late * 2e-6, abs=1e-10)
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(4, 1), (8, 2)])

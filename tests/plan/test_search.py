@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
+from bireme.bounds import EQUAL
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device, EngineCost
 from bireme.compiled import COMPILER_BYTES, LEAST_COMPILED
@@ -22,7 +23,6 @@ from bireme.plan.search.draft import draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
-from bireme.plan.widths import EQUAL
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
@@ -30,6 +30,10 @@ from tests.support.extent import examples
 from tests.support.planning import small_clusters, small_profiles
 
 NAMES = [name for name, schedule in SCHEDULES.items() if schedule.rule is not Rule.STASHED]
+
+
+def kind_of(plan: Plan) -> PlanKind:
+    return PlanKind.of(plan.schedule, plan.num_stages, plan.width)
 
 
 def every_plan(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[Plan]:
@@ -118,7 +122,7 @@ def least_costs(profile: Profile, cluster: Cluster, request: PlanRequest) -> dic
     for plan in every_plan(profile, cluster, request):
         forecast = evaluator.forecast(draft_of(plan, cluster))
         if fits(forecast):
-            kind = PlanKind.of(plan)
+            kind = kind_of(plan)
             found[kind] = min(found.get(kind, math.inf), forecast.cost_s_per_sample)
     return found
 
@@ -138,10 +142,10 @@ def check(profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
     assume(answer.origin.how.startswith("all "))
     found: dict[PlanKind, float] = {}
     for candidate in answer.candidates:
-        assert candidate.fits
+        assert candidate.forecast.fits
         again = forecast_of(candidate.plan, profile, cluster, request)
         assert again == candidate.forecast
-        kind = PlanKind.of(candidate.plan)
+        kind = kind_of(candidate.plan)
         found[kind] = min(found.get(kind, math.inf), candidate.forecast.cost_s_per_sample)
     assert found == pytest.approx(least, rel=1e-9)
     costs = [candidate.forecast.cost_s_per_sample for candidate in answer.candidates]
@@ -222,7 +226,7 @@ def test_a_brief_search_simulates_less_and_still_offers_every_kind() -> None:
     assert isinstance(brief, Answer)
     assert "as the run is short" in brief.origin.how
     assert brief.num_tried < full.num_tried
-    kinds = [{PlanKind.of(one.plan) for one in answer.candidates} for answer in (full, brief)]
+    kinds = [{kind_of(one.plan) for one in answer.candidates} for answer in (full, brief)]
     assert kinds[0] == kinds[1]
     assert brief.best.forecast.cost_s_per_sample <= 1.2 * full.best.forecast.cost_s_per_sample
 

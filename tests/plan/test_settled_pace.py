@@ -10,6 +10,9 @@ from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
+from bireme.plan.search import draft
+from bireme.plan.search.evaluator import PlanEvaluator
+from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import forecast_of, timeline_of
 from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
@@ -18,10 +21,11 @@ from bireme.simulate.simulator import simulate
 from bireme.timeline.timeline import settled_batch_s
 
 
-def servers(count: int, bytes_per_s: float) -> Cluster:
+def servers(count: int, bytes_per_s: float, *, first: float = 1.0) -> Cluster:
+    """Of one device each, the first with this speed."""
     card = (Card("card", (0,), Link(bytes_per_s, 0.0)),)
-    device = Device("any", "emulated", 2**40)
-    return Cluster(tuple(Server(f"s{place}", (device,), cards=card) for place in range(count)))
+    devices = [Device("any", "emulated", 2**40, speed=1.0 if place else first) for place in range(count)]
+    return Cluster(tuple(Server(f"s{place}", (one,), cards=card) for place, one in enumerate(devices)))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,38 @@ def test_the_pace_is_that_of_a_long_run(
 def test_forecasts_of_random_plans_are_near_a_long_run(schedule: str) -> None:
     late = 151  # under 2bw-fresh its batches settle after more than five
     assert max(abs(flowing_error(seed, schedule)) for seed in (*range(20), late)) < 0.01
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
+@pytest.mark.parametrize(("sums", "is_shorter"), [(0.3, True), (1.5, False)])
+def test_a_much_shorter_batch_shows_that_a_device_is_busy_all_the_time(
+    schedule: str, sums: float, is_shorter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums take this share of the work of the slowest device. If they take longer, the whole batch is
+    simulated.
+    """
+    count, bytes_per_s = 48, 1e8
+    profile = profile_of(
+        [0.01] * 2,
+        [0.02] * 2,
+        parameter_bytes=[round(sums * count * 0.06 * bytes_per_s)] * 2,
+        boundary_bytes=[10**5, 0],
+        update_s=[0.001] * 2,
+    )
+    names = [f"s{place}/emulated0" for place in range(4)]
+    devices = (tuple(names[:2]), tuple(names[2:]))
+    plan = Plan((1,), count, schedule, width=2, micro_batch_sizes=(1, 1), devices=devices)
+    cluster, found = servers(4, bytes_per_s, first=0.5), list[tuple[float, list[float], int]]()
+    for large in (1, 10**9):
+        monkeypatch.setattr(draft, "_LARGE", large)
+        evaluator = PlanEvaluator(PlanningProblem(profile, cluster, PlanRequest(2 * count)))
+        forecast = evaluator.forecast(draft.draft_of(plan, cluster))
+        peaks = [stage.peak_bytes for stage in forecast.stages]
+        found.append((forecast.batch_s, peaks, evaluator.num_instructions))
+    (short_s, short_peaks, few), (whole_s, whole_peaks, many) = found
+    assert short_s == pytest.approx(whole_s, rel=1e-9)
+    assert short_peaks == whole_peaks
+    assert (few < many) == is_shorter
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh", "1f1b"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.made_up.models import profile_of
 from benchmarks.made_up.vgg16 import MICRO_BATCH, PUBLISHED, cluster_a, vgg16
+from bireme.bounds import parse_stage_widths
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
@@ -23,7 +24,6 @@ from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.search.stage_widths import BatchShape, DeviceOrder, StageCosts, Widths, cut_for
-from bireme.plan.widths import parse_stage_widths
 from bireme.profile.profile import KindProfile, Profile, Rates, UnitWork
 from bireme.schedule.program import Rule
 from tests.support.extent import examples

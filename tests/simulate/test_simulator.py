@@ -1,6 +1,7 @@
 """The simulator is exact: closed forms where there are some, an independent longest path elsewhere."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -96,6 +97,17 @@ def test_ranks_that_agree_on_a_batch_begin_the_next_together(
     together, apart = timeline(4, agree=True), timeline(4, agree=False)
     assert together.makespan_s == 4 * timeline(1, agree=True).makespan_s
     assert together.steady_batch_s >= apart.steady_batch_s
+
+
+@pytest.mark.parametrize(("name", "waited_s"), [("1f1b", 0.5), ("2bw", 0.0)])
+def test_a_pipeline_that_drains_waits_until_its_ranks_agree(name: str, waited_s: float) -> None:
+    program = generate(name, num_stages=3, num_microbatches=6, num_batches=8)
+    costs = Costs.per_stage(3, forward_s=1, backward_s=2)
+    near = Network.dedicated(pairs_that_talk(program))
+    near_s, far_s = (
+        simulate(program, costs, one, agree=True).steady_batch_s for one in (near, replace(near, agree_s=0.5))
+    )
+    assert far_s - near_s == waited_s
 
 
 def test_2bw_loses_nothing_by_agreeing() -> None:

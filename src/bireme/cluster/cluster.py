@@ -475,6 +475,11 @@ class Cluster:
         routes = tuple(replace(one, link=link(None, one)) for one in self.routes)
         return replace(self, servers=servers, routes=routes)
 
+    def with_devices(self, change: Callable[[Device], Device]) -> "Cluster":
+        """The cluster with each device changed, in the order of their numbers."""
+        servers = (replace(server, devices=tuple(map(change, server.devices))) for server in self.servers)
+        return replace(self, servers=tuple(servers))
+
     @property
     def num_devices(self) -> int:
         """How many devices all servers have."""

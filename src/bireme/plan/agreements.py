@@ -7,14 +7,12 @@ one are those of the study (`agreement_penalties`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, inf
 
 from bireme.cluster.cluster import Cluster, Lane
-from bireme.plan.forecast import Candidate, Forecast
-from bireme.plan.penalties import AgreementSteps, agreement_steps
+from bireme.plan.forecast import Candidate
+from bireme.plan.penalties import agreement_steps
 from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import forecast_of
@@ -68,14 +66,16 @@ def agreements(
     if plan.source.rule is Rule.SYNCHRONOUS:
         busy_s = max(stage.busy_s for stage in known.stages)
         own_s = max(own_s - gradients.seconds(plan.width), busy_s)
-    steps_of = partial(
-        agreement_steps,
-        optimizer=profile.optimizer,
-        num_replicas=plan.width,
-        rule=plan.source.rule,
-        has_warmup=known.delay_warmup > 0,
-    )
-    found = _forecasts(plan.width, known, own_s, profile.spread / _QUARTERS, gradients, averages, steps_of)
+    deviation, has_warmup = profile.spread / _QUARTERS, known.delay_warmup > 0
+    all_rate = _rate(Everyone(), plan.width, own_s, deviation, gradients)
+    found = [AgreementForecast("allreduce", 1, known.samples_per_s, 1.0, is_at_least=False, gain=1.0)]
+    for mode, every in _SHOWN:
+        steps = agreement_steps(
+            mode, every, profile.optimizer, plan.width, plan.source.rule, has_warmup=has_warmup
+        )
+        gain = _rate(_agreement(mode, every, own_s), plan.width, own_s, deviation, averages) / all_rate
+        rate, cost = gain * known.samples_per_s, gain / steps.steps
+        found.append(AgreementForecast(mode, every, rate, steps.steps, steps.is_at_least, cost))
     return tuple(found)
 
 
@@ -84,33 +84,6 @@ def _may_average(plan: Plan, request: PlanRequest) -> bool:
     from where they are.
     """
     return request.shard == "none" and request.sums.is_dense and plan.paging is None
-
-
-def _forecasts(
-    width: int,
-    known: Forecast,
-    own_s: float,
-    deviation: float,
-    gradients: Exchange,
-    averages: Exchange,
-    steps_of: Callable[[str, int], AgreementSteps],
-) -> Iterator[AgreementForecast]:
-    """Of all modes. It is known that all replicas exchange `gradients` in every batch; `averages` are larger
-    where they are of the optimizer's state too.
-    """
-    all_rate = _rate(Everyone(), width, own_s, deviation, gradients)
-    yield AgreementForecast("allreduce", 1, known.samples_per_s, 1.0, is_at_least=False, gain=1.0)
-    for mode, every in _SHOWN:
-        steps = steps_of(mode, every)
-        gain = _rate(_agreement(mode, every, own_s), width, own_s, deviation, averages) / all_rate
-        yield AgreementForecast(
-            mode=mode,
-            every=every,
-            samples_per_s=gain * known.samples_per_s,
-            steps=steps.steps,
-            is_at_least=steps.is_at_least,
-            gain=gain / steps.steps,
-        )
 
 
 _SHOWN = (("groups", 1), ("groups", 10), ("diloco", 50))

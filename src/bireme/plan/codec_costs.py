@@ -51,19 +51,11 @@ def coded(
     boundaries = [*codecs, *[AS_IT_IS] * (costs.num_stages - len(codecs))]
     back_bytes = costs.gradient_message_bytes or costs.message_bytes
     known = {one.codec: one for one in rates}
-    found = tuple(
-        _cost(
-            one,
-            costs.message_bytes[boundary] / value_bytes,
-            back_bytes[boundary] / value_bytes,
-            value_bytes,
-            known,
-        )
-        for boundary, one in enumerate(boundaries)
-    )
+    there, back = ([one / value_bytes for one in some] for some in (costs.message_bytes, back_bytes))
+    found = tuple(_cost(*one, value_bytes, known) for one in zip(boundaries, there, back, strict=True))
     masks = [
-        costs.message_bytes[boundary] / value_bytes / 8 if one.choice(forward=True).name == "topk" else 0.0
-        for boundary, one in enumerate(boundaries)
+        values / 8 if one.choice(forward=True).name == "topk" else 0.0
+        for one, values in zip(boundaries, there, strict=True)
     ]
     kept = [sum(pair) for pair in zip(masks, (0.0, *masks[:-1]), strict=True)]
     return replace(

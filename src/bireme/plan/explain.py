@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh, Server
+from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh
 from bireme.cluster.device import Device
 from bireme.codec.sum_description import SumCost, parse_sum_codec, sum_cost
 from bireme.errors import BiremeError
@@ -79,20 +79,11 @@ def _other_tiers(cluster: Cluster, request: PlanRequest) -> Iterator[_WhatIf]:
         more = replace(memory, device_bytes=_TIMES * memory.device_bytes)
         yield _WhatIf(f"{_TIMES} × the device memory that is allowed", cluster, replace(request, memory=more))
     if any(server.disk_bytes_per_s for server in cluster.servers):
-        disks = _changed(
-            cluster, lambda server: replace(server, disk_bytes_per_s=_more(server.disk_bytes_per_s))
-        )
+        servers = (replace(one, disk_bytes_per_s=_more(one.disk_bytes_per_s)) for one in cluster.servers)
+        disks = replace(cluster, servers=tuple(servers))
         yield _WhatIf(f"{_TIMES} × the bandwidth of the disks", disks, request)
     if any(device.device.host_bytes_per_s for device in cluster.devices()):
-        wires = _changed(
-            cluster,
-            lambda server: replace(
-                server,
-                devices=tuple(
-                    replace(own, host_bytes_per_s=_more(own.host_bytes_per_s)) for own in server.devices
-                ),
-            ),
-        )
+        wires = cluster.with_devices(lambda own: replace(own, host_bytes_per_s=_more(own.host_bytes_per_s)))
         yield _WhatIf(f"{_TIMES} × the bandwidth between devices and hosts", wires, request)
 
 
@@ -102,12 +93,7 @@ def _most_frequent(things: Iterable[_Thing]) -> list[_Thing]:
 
 def _larger(cluster: Cluster, device: Device) -> Cluster:
     more = replace(device, memory_bytes=_TIMES * device.memory_bytes)
-    return _changed(
-        cluster,
-        lambda server: replace(
-            server, devices=tuple(more if own == device else own for own in server.devices)
-        ),
-    )
+    return cluster.with_devices(lambda own: more if own == device else own)
 
 
 def _more(bytes_per_s: float) -> float:
@@ -128,10 +114,6 @@ def _with_link(cluster: Cluster, kind: type[Bridge | Mesh | Card], link: Link, f
     return cluster.with_links(
         lambda _, group: faster if isinstance(group, kind) and group.link == link else group.link
     )
-
-
-def _changed(cluster: Cluster, change: Callable[[Server], Server]) -> Cluster:
-    return replace(cluster, servers=tuple(map(change, cluster.servers)))
 
 
 def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from bireme.bounds import widths_text
 from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph
@@ -14,7 +15,6 @@ from bireme.model.units import Unit, units_of
 from bireme.plan.forecast import Candidate, PlanSummary, summarize
 from bireme.plan.partition.chain import layer_bounds
 from bireme.plan.plan import Plan
-from bireme.plan.widths import widths_text
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 from bireme.schedule.torch_csv import to_csv
@@ -289,27 +289,20 @@ def _megatron_arguments(material: Material) -> str:
 
 def layout(plan: Plan, unit_names: tuple[str, ...]) -> str:
     """The stages in the letters of Megatron-LM."""
-    layers = _layers_of(unit_names)
+    starts, layers_end = _layers_of(unit_names)
     for cut in plan.cuts:
-        _check_cut(cut, layers, unit_names)
+        _check_cut(cut, starts, layers_end, unit_names)
     stages = []
     for begin, end in pairwise((0, *plan.cuts, len(unit_names))):
-        count = sum(begin <= start < end for start in layers.starts)
+        count = sum(begin <= start < end for start in starts)
         first = "E" if begin == 0 else ""
         last = "L" if end == len(unit_names) else ""
         stages.append(f"{first}{f't*{count}' if count > 1 else 't' * count}{last}")
     return "|".join(stages)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
+def _layers_of(unit_names: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
     """Where the layers begin, and the unit after the last; the embedding is before them, the head after."""
-
-    starts: tuple[int, ...]
-    end: int
-
-
-def _layers_of(unit_names: tuple[str, ...]) -> _Layers:
     pieces = list(pairwise(layer_bounds(unit_names)))
     layers = [(begin, end) for begin, end in pieces if _stem(unit_names[begin]) is not None]
     stems = {_stem(unit_names[begin]) for begin, _ in layers}
@@ -328,7 +321,7 @@ def _layers_of(unit_names: tuple[str, ...]) -> _Layers:
                 f"Megatron-LM's layout has nothing between two layers, but this model has {unit_names[end]} "
                 "there."
             )
-    return _Layers(tuple(begin for begin, _ in layers), layers[-1][1])
+    return tuple(begin for begin, _ in layers), layers[-1][1]
 
 
 def _stem(name: str) -> str | None:
@@ -338,19 +331,17 @@ def _stem(name: str) -> str | None:
     return None if place is None else ".".join(parts[:place])
 
 
-def _check_cut(cut: int, layers: _Layers, unit_names: tuple[str, ...]) -> None:
-    if cut in layers.starts or cut == layers.end:
+def _check_cut(cut: int, starts: tuple[int, ...], layers_end: int, unit_names: tuple[str, ...]) -> None:
+    if cut in starts or cut == layers_end:
         return
-    if layers.starts[0] < cut < layers.end:
+    if starts[0] < cut < layers_end:
         raise BiremeError(
             f"The plan cuts a layer in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps "
             "layers whole. Plan with plan.whole_layers = true."
         )
-    part, first, last = (
-        ("embedding", 0, layers.starts[0] - 1)
-        if cut < layers.starts[0]
-        else ("head", layers.end, len(unit_names) - 1)
-    )
+    part, first, last = "embedding", 0, starts[0] - 1
+    if cut > layers_end:
+        part, first, last = "head", layers_end, len(unit_names) - 1
     raise BiremeError(
         f"The plan cuts the {part} in two, before unit {cut} ({unit_names[cut]}), but Megatron-LM keeps it "
         f"whole. Plan with plan.together = {first}..{last}."
@@ -527,32 +518,15 @@ def overlaps_of(names: Iterable[str], *, with_csv: bool) -> dict[str, Overlap]:
     return {name: Overlap.least(one.get(name, Overlap.FULL) for one in own) for name in schedules}
 
 
+_NEMO_SUMMARY = "the distributed section of a NeMo AutoModel recipe, in YAML"
 EXPORTS = {
     export.name: export
     for export in (
         Export("torch-csv", "the schedule, for torch.distributed.pipelining", False, _torch_csv),
+        Export("torchtitan", "configuration tables, in TOML", True, _torchtitan_toml, _TORCH, reads_csv=True),
+        Export("nemo", _NEMO_SUMMARY, True, _nemo_yaml, _TORCH, reads_csv=True),
         Export(
-            "torchtitan",
-            "configuration tables, in TOML",
-            True,
-            _torchtitan_toml,
-            overlaps=_TORCH,
-            reads_csv=True,
-        ),
-        Export(
-            "nemo",
-            "the distributed section of a NeMo AutoModel recipe, in YAML",
-            True,
-            _nemo_yaml,
-            overlaps=_TORCH,
-            reads_csv=True,
-        ),
-        Export(
-            "megatron",
-            "arguments of Megatron-LM, with its layout",
-            False,
-            _megatron_arguments,
-            overlaps=_MEGATRON,
+            "megatron", "arguments of Megatron-LM, with its layout", False, _megatron_arguments, _MEGATRON
         ),
     )
 }

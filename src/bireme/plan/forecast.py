@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from annotated_types import MinLen
 
-from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share, bytes_text
+from bireme.bounds import Bytes, Count, NumBytes, Place, Positive, Seconds, Share, bytes_text, widths_text
 from bireme.errors import BiremeError
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, values_of
 from bireme.plan.plan_request import Goal
-from bireme.plan.widths import widths_text
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 
@@ -121,18 +120,18 @@ class Forecast:
         """What a sample takes of energy; None where the watts are not known."""
         return joules_per_sample(self.watts, self.samples_per_s)
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan and what it promises; `fits` where every device has the memory for it."""
-
-    plan: Plan
-    forecast: Forecast
-
     @property
     def fits(self) -> bool:
         """Whether every stage fits its device."""
-        return all(stage.peak_bytes <= stage.limit_bytes for stage in self.forecast.stages)
+        return all(stage.peak_bytes <= stage.limit_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan and what it promises."""
+
+    plan: Plan
+    forecast: Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,22 +235,6 @@ ZERO_BUBBLE = frozenset({"zb-h1", "zbv"})
 """The schedules that split the backward in two so that nothing waits."""
 
 
-class _PlanShape(Protocol):
-    """What the kind of a plan depends on."""
-
-    @property
-    def schedule(self) -> str:
-        """Its schedule."""
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages it has."""
-
-    @property
-    def width(self) -> int:
-        """How many replicas."""
-
-
 class PlanKind(StrEnum):
     """What a plan is, as people compare plans."""
 
@@ -264,14 +247,14 @@ class PlanKind(StrEnum):
     STASHED = "pipedream"
 
     @staticmethod
-    def of(plan: _PlanShape) -> "PlanKind":
-        """The kind of a plan, or of all plans of a shape."""
-        rule = schedule_named(plan.schedule).rule
+    def of(schedule: str, num_stages: int, width: int) -> "PlanKind":
+        """The kind of a plan with this schedule, stages and replicas."""
+        rule = schedule_named(schedule).rule
         if rule is not Rule.SYNCHRONOUS:
             return _OF_DELAY[rule]
-        if plan.num_stages == 1:
-            return PlanKind.ONE_DEVICE if plan.width == 1 else PlanKind.DATA_PARALLEL
-        return PlanKind.ZERO_BUBBLE if plan.schedule in ZERO_BUBBLE else PlanKind.FLUSH
+        if num_stages == 1:
+            return PlanKind.ONE_DEVICE if width == 1 else PlanKind.DATA_PARALLEL
+        return PlanKind.ZERO_BUBBLE if schedule in ZERO_BUBBLE else PlanKind.FLUSH
 
 
 _OF_DELAY = {Rule.DELAYED: PlanKind.DELAYED, Rule.FRESH: PlanKind.FRESH, Rule.STASHED: PlanKind.STASHED}
@@ -317,25 +300,20 @@ def summarize(candidate: Candidate) -> PlanSummary:
     batch_size = max(1, round(forecast.samples_per_s * forecast.batch_s))
     equal = -(-batch_size // (plan.width * plan.num_microbatches))
     return PlanSummary(
-        kind=PlanKind.of(plan),
-        schedule=plan.schedule,
+        kind=PlanKind.of(plan.schedule, plan.num_stages, plan.width),
         depth=plan.num_stages if plan.stage_widths else plan.num_ranks // plan.width,
-        width=plan.width,
-        num_stages=plan.num_stages,
         micro_batch_sizes=plan.micro_batch_sizes or (equal,) * plan.width,
-        num_microbatches=plan.num_microbatches,
         num_recomputed=len(plan.recompute),
         batch_size=batch_size,
-        batch_s=forecast.batch_s,
-        samples_per_s=forecast.samples_per_s,
-        penalty=forecast.penalty,
-        cost_s_per_sample=forecast.cost_s_per_sample,
-        busy_share=forecast.busy_share,
-        bottleneck=forecast.bottleneck,
-        joules_per_sample=forecast.joules_per_sample,
-        assumptions=forecast.assumptions,
-        stage_widths=plan.stage_widths,
+        **values_of(plan, ("schedule", "width", "num_stages", "num_microbatches", "stage_widths")),
+        **values_of(forecast, _OF_FORECASTS),
     )
+
+
+_OF_FORECASTS = (
+    *("batch_s", "samples_per_s", "penalty", "cost_s_per_sample", "busy_share", "bottleneck"),
+    *("joules_per_sample", "assumptions"),
+)
 
 
 def best_of_kinds(candidates: Iterable[Candidate]) -> dict[PlanKind, PlanSummary]:

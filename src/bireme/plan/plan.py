@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
 from threading import RLock
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import doc
 
-from bireme.bounds import Bytes, Count, Place
+from bireme.bounds import Bytes, Count, Place, widths_text
 from bireme.cluster.cluster import Cluster
 from bireme.codec.description import BoundaryCodecs, LinkCodecs
 from bireme.errors import BiremeError, closest
 from bireme.plan.program_plan import ProgramPlan, units_between
-from bireme.plan.widths import widths_text
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut, cut_memory
 from bireme.schedule.catalogue import generate, source_named
@@ -156,6 +155,11 @@ class Paging:
     def with_chunks(self, cut: Cut) -> "Paging":
         """The same with the sizes of chunks that were found."""
         return replace(self, chunk_bytes=tuple(0 if one is None else one.chunk_bytes for one in cut))
+
+
+def values_of(one: object, names: Iterable[str]) -> dict[str, Any]:
+    """The values of some fields by their names, which another class has too."""
+    return {name: getattr(one, name) for name in names}
 
 
 _MAKING = RLock()
@@ -342,22 +346,19 @@ class Plan:
         return units_between(self.cuts, stage, num_units)
 
 
+_OF_PROGRAMS = (
+    *("num_stages", "num_microbatches", "stages_per_rank"),
+    *("num_sliced", "lookahead", "sweep", "recompute"),
+)
+"""The fields of a plan that its programs depend on."""
+
+
 @lru_cache(maxsize=64)
 def _source(plan: Plan) -> ProgramSource:
     window = partial(_program, plan, None)
     if plan.stage_widths or plan.whole_weights:
         return source_like(_resident(plan, 1, 0), window)
-    return source_named(
-        plan.schedule,
-        window,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        num_sliced=plan.num_sliced,
-        lookahead=plan.lookahead,
-        sweep=plan.sweep,
-        recompute=plan.recompute,
-    )
+    return source_named(plan.schedule, window, **values_of(plan, _OF_PROGRAMS))
 
 
 def know_window(
@@ -417,17 +418,11 @@ def _resident(plan: Plan, num_batches: int, first_batch: int, average_lag: int |
     """The program without paging, with whole weights from the replicas if these share them."""
     program = generate(
         plan.schedule,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
         num_batches=num_batches,
-        stages_per_rank=plan.stages_per_rank,
-        num_sliced=plan.num_sliced,
-        lookahead=plan.lookahead,
-        sweep=plan.sweep,
-        shares=plan.shares,
-        recompute=plan.recompute,
         first_batch=first_batch,
+        shares=plan.shares,
         timing=UpdateTiming(early=plan.is_early, halfway=plan.updates_halfway, average_lag=average_lag),
+        **values_of(plan, _OF_PROGRAMS),
     )
     return gathered(program, plan.width // plan.sites, plan.whole_weights)
 

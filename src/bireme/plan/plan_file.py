@@ -266,19 +266,9 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
     """A plan in the words of JSON. What only plans that page or share have is left out of others."""
     plain = {"format": _PLAN_FORMAT, **asdict(saved)}
     plan, paging = plain["plan"], plain["plan"]["paging"]
+    own = ("paging", "updates_halfway", "whole_weights", "shard", "sync_mode", "sum_codec", "stage_widths")
     parts = [
-        (
-            plan,
-            (
-                "paging",
-                "updates_halfway",
-                "whole_weights",
-                "shard",
-                "sync_mode",
-                "sum_codec",
-                "stage_widths",
-            ),
-        ),
+        (plan, own),
         ((paging or {}).get("sizes", {}), ("frozen", "tied_gradient", "waiting", "halves")),
         (paging or {}, ("host_updates", "updates_apart")),
         (plain["forecast"] or {}, ("tiers",)),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 
+from bireme.bounds import ANY, EQUAL, parse_stage_widths, widths_text
 from bireme.capabilities import refuse_excluded
 from bireme.cluster.cluster import Overlap
 from bireme.codec.description import BoundaryCodecs, parse_codec
@@ -22,7 +23,6 @@ from bireme.plan.penalties import (
     sum_steps,
     unseen_share,
 )
-from bireme.plan.widths import ANY, EQUAL, parse_stage_widths, widths_text
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 
@@ -307,6 +307,15 @@ class PlanRequest:
         if isinstance(self.stage_widths, tuple):
             return sum(self.stage_widths)
         return (self.depth or 1) * (self.width or 1)
+
+    @property
+    def shape_words(self) -> str:
+        """The shape and the schedule that are asked for, in words that follow on "No plan"."""
+        fixed = [f"{name} {value}" for name in ("depth", "width") if (value := getattr(self, name))]
+        if isinstance(self.stage_widths, tuple):
+            fixed.append(f"stage widths {widths_text(self.stage_widths)}")
+        shape = f" with {' and '.join(fixed)}" if fixed else ""
+        return f"{shape} for {'any schedule' if self.schedule == AUTO else self.schedule}"
 
     @property
     def used(self) -> dict[str, str]:

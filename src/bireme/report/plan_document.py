@@ -35,7 +35,7 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
     names = [unit.name for unit in profile.units]
     return {
         **_document(profile.model, best.plan, best.forecast, names, answer.origin),
-        "fits": best.fits,
+        "fits": best.forecast.fits,
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
 from bireme.errors import BiremeError
@@ -70,7 +70,8 @@ def cluster_network(
         sync_paths[rank] = Path(
             wires.of(tuple(lanes)), late_s, loads=loads, curved=curved, parts=ring_parts(ring)
         )
-    return Network(tuple(wires.wires), paths, sync_paths)
+    agreeing = {*devices, *(device for ring in (replicas or {}).values() for device in ring)}
+    return Network(tuple(wires.wires), paths, sync_paths, round_trip_s(cluster, agreeing))
 
 
 class _Wires:
@@ -93,13 +94,48 @@ def ring_lanes(path: Callable[[int, int], Sequence[Lane]], devices: Sequence[int
     return Counter(lane for hop in hops(sorted(set(devices))) for lane in path(*hop))
 
 
-def ring_latency_s(cluster: Cluster, devices: Sequence[int], *, is_direct: bool = False) -> float:
-    """How late a sum over these devices is, whatever its bytes. One that `is_direct` sends parts and then the
-    sums of parts to all others at once, which are asked for them first.
+# Latency of what several ranks do together, whatever the bytes: messages that wait for each other.
+#
+# gloo asks before it sends: the receiver tells the sender that it is ready, and only then the bytes go. NCCL,
+# which joins CUDA devices, and Bireme's own connections do not ask.
+
+
+def ring_latency_s(
+    cluster: Cluster, devices: Collection[int], *, is_direct: bool = False, in_round: bool = False
+) -> float:
+    """The latency of a sum over these devices: 2 (n - 1) messages, one after the other. A sum that
+    `is_direct` sends parts and then the sums of parts to all others at once. A sum `in_round` goes over
+    Bireme's own connections, on which two members exchange what they have.
     """
     ring = sorted(set(devices))
-    times = min(2 * (len(ring) - 1), 4) if is_direct else 2 * (len(ring) - 1)
-    return times * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+    num_messages = 2 * (len(ring) - 1)
+    if is_direct:
+        num_messages = min(num_messages, 2)
+    if in_round:
+        num_messages = min(num_messages, 1) if len(ring) == 2 else num_messages
+    elif any(cluster.devices()[device].device.kind != "cuda" for device in ring):
+        num_messages *= 2
+    return num_messages * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+
+
+def round_trip_s(cluster: Cluster, devices: Collection[int]) -> float:
+    """The latency of a message there and back on the slowest way between two of these devices.
+
+    Ranks agree on a batch in that time. Those of a pipeline alone send their numbers to the first rank, which
+    sends back the sum. With replicas each rank sends its numbers to all by gloo, which asks before.
+    """
+    placed = cluster.devices()
+    of_servers = {placed[device].server: device for device in sorted(devices, reverse=True)}
+    ends = list(of_servers.values()) if len(of_servers) > 1 else sorted(devices)
+
+    def farthest(here: int) -> int:
+        return max(ends, key=lambda there: cluster.latency(here, there))
+
+    if not ends:
+        return 0.0
+    # All ways meet at a switch, so the device that is farthest from any is an end of the slowest way.
+    end = farthest(ends[0])
+    return 2 * cluster.latency(end, farthest(end))
 
 
 def ring_parts(devices: Sequence[int]) -> int:
@@ -143,20 +179,24 @@ class Links:
 
     def network(self, program: Program) -> Network:
         """The network that joins a program's ranks."""
-        pairs = pairs_that_talk(program)
-        if self.ranks_per_server is None:
-            return Network.dedicated(
+        per_server = self.ranks_per_server
+        pairs, is_far = pairs_that_talk(program), program.num_ranks > (per_server or 1)
+        agree_s = 2 * self.latency_s if is_far else 0.0
+        if per_server is None:
+            network = Network.dedicated(
                 pairs,
                 bytes_per_s=self.bytes_per_s,
                 latency_s=self.latency_s,
                 full_duplex=self.full_duplex,
                 overlap=self.overlap,
             )
-        return Network.servers(
-            [rank // self.ranks_per_server for rank in range(program.num_ranks)],
-            pairs,
-            card_bytes_per_s=self.bytes_per_s,
-            card_latency_s=self.latency_s,
-            full_duplex=self.full_duplex,
-            card_overlap=self.overlap,
-        )
+        else:
+            network = Network.servers(
+                [rank // per_server for rank in range(program.num_ranks)],
+                pairs,
+                card_bytes_per_s=self.bytes_per_s,
+                card_latency_s=self.latency_s,
+                full_duplex=self.full_duplex,
+                card_overlap=self.overlap,
+            )
+        return replace(network, agree_s=agree_s)

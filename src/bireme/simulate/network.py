@@ -74,11 +74,14 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Wires, and the paths over them: between ranks, and of each rank's gradient sync."""
+    """Wires, and the paths over them: between ranks, and of each rank's gradient sync. `agree_s` is the
+    latency of the messages in which ranks agree on a batch.
+    """
 
     wires: tuple[Wire, ...]
     paths: Mapping[tuple[int, int], Path]
     sync_paths: Mapping[int, Path] = field(default_factory=dict)
+    agree_s: float = 0.0
 
     @staticmethod
     def dedicated(

@@ -167,6 +167,7 @@ class _Run:
         self.network = network
         self.overlap_reduce = overlap_reduce
         self.agree = agree
+        self.agree_s = costs.engine.agree_s + network.agree_s
         self.processors = processors if processors is not None and processors.is_shared() else None
         self.work = None if self.processors is None else self.processors.traffic()
         self.core_paths = (
@@ -412,8 +413,6 @@ class _Run:
         is_average = key % 8 == AVERAGE
         if is_average or self.program.average_lag is None:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
-        if self.agree and not is_average:
-            parcel.late_s += self.costs.engine.agree_s
         carried_s = self.network.seconds(self.channels[op.channel].path, op.num_bytes)
         parcel.late_s += max(self.costs.engine.reduce_s_per_byte * op.num_bytes - carried_s, 0.0)
         self._set_out(parcel)
@@ -469,7 +468,7 @@ class _Run:
             synced = self.synced.setdefault(batch, [])
             synced.append((parcel.key, arrival))
             if len(synced) == self.program.num_stages:
-                latest = max(one for _, one in self.synced.pop(batch))
+                latest = max(one for _, one in self.synced.pop(batch)) + self.agree_s
                 for key, _ in synced:
                     self._summed(key + AGREED, latest)
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bireme.bounds import bytes_text
+from bireme.bounds import ANY, bytes_text, parse_stage_widths
 from bireme.cluster.cluster import Cluster, Overlap
 from bireme.cluster.cluster_file import cluster_hash, load_cluster
 from bireme.codec.sum_description import SumCost
@@ -31,7 +31,6 @@ from bireme.plan.plan_request import (
     ranges_of,
 )
 from bireme.plan.search.search import find_plan, forecast_of, timeline_of
-from bireme.plan.widths import ANY, parse_stage_widths
 from bireme.profile.optimizers import moments_share, whole_bytes
 from bireme.profile.profile import KindProfile, Profile, load_profile
 from bireme.report.plan_document import (

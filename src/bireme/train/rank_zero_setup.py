@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bireme.bounds import ANY
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
@@ -21,7 +22,6 @@ from bireme.files import write_text_atomically
 from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import load_plan, write_plan
-from bireme.plan.widths import ANY
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart

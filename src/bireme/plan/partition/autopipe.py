@@ -235,13 +235,11 @@ _MOST_AT_ONCE = 2_000
 
 @dataclass(frozen=True, slots=True)
 class _FoundPartition:
-    """The best partition found, and what its batch takes; `start` is the one with the least pace."""
+    """The best partition found, and what its batch takes; that of the least pace takes `start_batch_s`."""
 
     partition: Partition
     batch_s: float
-    start: Partition
     start_batch_s: float
-    num_tried: int
 
 
 def autopipe(loads: Loads, *, most_at_once: int = _MOST_AT_ONCE) -> _FoundPartition | None:
@@ -265,9 +263,7 @@ def autopipe(loads: Loads, *, most_at_once: int = _MOST_AT_ONCE) -> _FoundPartit
     fastest = min(search.tried.values(), key=lambda trial: trial.batch_s)
     best = _walk(fastest.cuts, search.all_seconds, loads)
     start_s, best_s = search.all_seconds([search.start.cuts, best])
-    return _FoundPartition(
-        assess(loads, best), best_s, assess(loads, search.start.cuts), start_s, len(search.tried)
-    )
+    return _FoundPartition(assess(loads, best), best_s, start_s)
 
 
 @dataclass(frozen=True, slots=True)

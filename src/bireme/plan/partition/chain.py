@@ -344,37 +344,30 @@ class Chain:
         A cut of it at unit i is one of this chain at `bounds[i]`.
         """
         bounds = self.bounds(bounds[1:-1])
-        starts = bounds[:-1]
-        inputs, weights = self.backward_input_s, self.backward_weight_s
-        return Chain(
+        lasts = [end - 1 for end in bounds[1:]]
+        seconds: dict[str, Any] = {name: getattr(self, name) for name in _SECONDS}
+        for name, own in seconds.items():
+            seconds[name] = None if own is None else np.add.reduceat(own, bounds[:-1])
+        return replace(
+            self,
             names=tuple(
                 self.names[a] if b == a + 1 else f"{self.names[a]} … {self.names[b - 1]}"
                 for a, b in pairwise(bounds)
             ),
-            micro_batch=self.micro_batch,
-            forward_s=np.add.reduceat(self.forward_s, starts),
-            backward_s=np.add.reduceat(self.backward_s, starts),
-            recompute_backward_s=np.add.reduceat(self.recompute_backward_s, starts),
-            backward_input_s=None if inputs is None else np.add.reduceat(inputs, starts),
-            reduce_s=np.add.reduceat(self.reduce_s, starts),
-            update_s=np.add.reduceat(self.update_s, starts),
-            trial_s=np.add.reduceat(self.trial_s, starts),
-            boundary_bytes=self.boundary_bytes[[end - 1 for end in bounds[1:]]],
-            returned_bytes=self.returned_bytes[[end - 1 for end in bounds[1:]]],
+            boundary_bytes=self.boundary_bytes[lasts],
+            returned_bytes=self.returned_bytes[lasts],
             bytes=self.bytes.between(bounds),
-            backward_weight_s=None if weights is None else np.add.reduceat(weights, starts),
+            **seconds,
         )
 
     def with_seconds_of(self, chains: Sequence["Chain"], stages: Sequence[tuple[int, int]]) -> "Chain":
         """The chain with the seconds of other chains of the same units, one for each stage."""
-        found: dict[str, Any] = {}
-        for name in _SECONDS:
+        found: dict[str, Any] = dict.fromkeys(_SECONDS)
+        for name in found:
             values = [getattr(chain, name) for chain in chains]
-            is_known = all(value is not None for value in values)
-            parts = zip(values, stages, strict=True)
-            found[name] = (
-                np.concatenate([one[begin:end] for one, (begin, end) in parts]) if is_known else None
-            )
+            if all(value is not None for value in values):
+                parts = zip(values, stages, strict=True)
+                found[name] = np.concatenate([one[begin:end] for one, (begin, end) in parts])
         return replace(self, **found)
 
     def with_newest(self) -> "Chain":
@@ -401,11 +394,10 @@ class Chain:
         return replace(self, bytes=kept, update_s=self.update_s / sharers)
 
 
-_SECONDS = (
-    *("forward_s", "backward_s", "recompute_backward_s", "backward_input_s", "backward_weight_s"),
-    *("reduce_s", "update_s", "trial_s"),
-)
-"""The fields of a chain that depend on the device."""
+_OF_COSTS = ("forward_s", "backward_s", "recompute_backward_s", "backward_input_s", "backward_weight_s")
+_OF_UNITS = ("reduce_s", "update_s", "trial_s")
+_SECONDS = (*_OF_COSTS, *_OF_UNITS)
+"""The fields of a chain that depend on the device: by micro-batch, and whatever that is."""
 
 
 def chain_of(profile: Profile, micro_batch: int, known: RangeBytes | None = None) -> Chain:
@@ -414,22 +406,16 @@ def chain_of(profile: Profile, micro_batch: int, known: RangeBytes | None = None
     """
     units = profile.units
     costs = [unit.at(micro_batch) for unit in units]
-    inputs = [cost.backward_input_s for cost in costs if cost.backward_input_s is not None]
-    weights = [cost.backward_weight_s for cost in costs if cost.backward_weight_s is not None]
+    each = {name: [getattr(cost, name) for cost in costs] for name in _OF_COSTS}
+    each |= {name: [getattr(unit, name) for unit in units] for name in _OF_UNITS}
+    seconds: dict[str, Any] = {name: None if None in one else np.array(one) for name, one in each.items()}
     return Chain(
         names=tuple(unit.name for unit in units),
         micro_batch=micro_batch,
-        forward_s=np.array([cost.forward_s for cost in costs]),
-        backward_s=np.array([cost.backward_s for cost in costs]),
-        recompute_backward_s=np.array([cost.recompute_backward_s for cost in costs]),
-        backward_input_s=np.array(inputs) if len(inputs) == len(costs) else None,
-        reduce_s=np.array([unit.reduce_s for unit in units]),
-        update_s=np.array([unit.update_s for unit in units]),
-        trial_s=np.array([unit.trial_s for unit in units]),
         boundary_bytes=np.array([cost.boundary_bytes for cost in costs], np.int64),
         returned_bytes=np.array([cost.back_bytes for cost in costs], np.int64),
         bytes=_range_bytes(profile, micro_batch) if known is None else known,
-        backward_weight_s=np.array(weights) if len(weights) == len(costs) else None,
+        **seconds,
     )
 
 

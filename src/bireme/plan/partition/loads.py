@@ -245,13 +245,6 @@ class DeviceSlot:
     update_speed: float | None = None
     unit_speeds: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not 0 < self.speed < math.inf or not self.memory_bytes > 0:
-            raise BiremeError(
-                f"Device {self.name} has speed {self.speed} and {self.memory_bytes} bytes; both must be more "
-                "than 0."
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class RowLink:
@@ -277,13 +270,6 @@ class RowLink:
         """
         return self.overlap is not Overlap.FULL
 
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
-            raise BiremeError(
-                f"A link has {self.bytes_per_s} bytes/s and a latency of {self.latency_s} s; it needs more "
-                "than 0 bytes/s, and 0 s or more."
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
@@ -291,12 +277,6 @@ class DeviceRow:
 
     seats: tuple[DeviceSlot, ...]
     links: tuple[RowLink, ...]
-
-    def __post_init__(self) -> None:
-        if not self.seats or len(self.links) != len(self.seats) - 1:
-            raise BiremeError(
-                f"A line of {len(self.seats)} devices has one link fewer than devices, not {len(self.links)}."
-            )
 
     @property
     def num_stages(self) -> int:

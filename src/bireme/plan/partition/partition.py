@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bireme.bounds import bytes_text
 from bireme.plan.partition.chain import Seconds
 from bireme.plan.partition.loads import Loads
 
@@ -62,33 +61,6 @@ class Partition:
         return not any(stage.missing_bytes for stage in self.stages)
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """That nothing fits. `nearest` is the partition whose worst device misses least, `stage` that of it."""
-
-    nearest: Partition
-    stage: int
-
-    @property
-    def device(self) -> str:
-        """The device that misses most."""
-        return self.nearest.stages[self.stage].device
-
-    @property
-    def missing_bytes(self) -> float:
-        """How many bytes that is."""
-        return self.nearest.stages[self.stage].missing_bytes
-
-    def __str__(self) -> str:
-        one = self.nearest.stages[self.stage]
-        return (
-            f"No partition into {len(self.nearest.stages)} stages fits. Of the one that comes nearest, stage "
-            f"{self.stage} (units {one.begin} to {one.end - 1}) takes {bytes_text(one.peak_bytes)} on "
-            f"{one.device}, which has {bytes_text(one.limit_bytes)}: {bytes_text(one.missing_bytes)} are "
-            "missing."
-        )
-
-
 def assess(loads: Loads, cuts: Sequence[int]) -> Partition:
     """The partition with these cuts, whether it fits or not."""
     chain, line = loads.chain, loads.line
@@ -122,8 +94,8 @@ def assess(loads: Loads, cuts: Sequence[int]) -> Partition:
 # anything. It takes O(units² · stages) steps on arrays.
 
 
-def exact(loads: Loads) -> Partition | Misfit:
-    """The partition with the least pace of all that fit, or the one that comes nearest to fitting.
+def exact(loads: Loads) -> Partition:
+    """The partition with the least pace of all that fit; if none fits, that whose worst device misses least.
 
     Of several with that pace it is the one whose last stage begins first, of these the one whose last but
     one does, and so on: what is left over is put at the front as little as can be.
@@ -132,9 +104,7 @@ def exact(loads: Loads) -> Partition | Misfit:
     if found.value < np.inf:
         return assess(loads, found.cuts())
     nearest = least_max(loads.missing_bytes(stage) for stage in range(loads.num_stages))
-    partition = assess(loads, nearest.cuts())
-    missing = [stage.missing_bytes for stage in partition.stages]
-    return Misfit(partition, missing.index(max(missing)))
+    return assess(loads, nearest.cuts())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

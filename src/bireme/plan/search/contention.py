@@ -9,29 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from bireme.cluster.cluster import Lane, Link, Overlap
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
-from bireme.simulate.links import ring_lanes, ring_latency_s, ring_parts, ring_share
+from bireme.simulate.links import ring_lanes, ring_latency_s, ring_parts
 from bireme.simulate.network import Network, Path, Processors, Wire, busy_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """A sum over devices in a ring, alone on the links: how long it takes for gradients of so many bytes."""
-
-    seconds: float
-    num_bytes: float
-
-
-def ring_over(problem: PlanningProblem, devices: Sequence[int], num_bytes: float) -> Ring:
-    """Around the devices in the order of their numbers, which keeps those of a server together."""
-    per_hop = ring_share(len(set(devices))) * num_bytes
-    return Ring(rings_s(problem, [HopBytes(devices, per_hop)]), num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +35,17 @@ class HopBytes:
             yield lane, times * busy
 
 
-def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes]) -> float:
-    """For how long rings are under way that begin at the same time, with nothing else on the links."""
+def rings_s(problem: PlanningProblem, rings: Sequence[HopBytes], *, in_round: bool = False) -> float:
+    """For how long rings are under way that begin at the same time, with nothing else on the links; those of
+    a round if they are `in_round`.
+    """
     crossed: defaultdict[Lane, float] = defaultdict(float)
     for ring in rings:
         for lane, num_bytes in ring.on_lanes(problem):
             crossed[lane] += num_bytes
     slowest_s = max((num_bytes / lane.bytes_per_s for lane, num_bytes in crossed.items()), default=0.0)
-    return slowest_s + max((ring_latency_s(problem.cluster, ring.devices) for ring in rings), default=0.0)
+    latencies_s = (ring_latency_s(problem.cluster, ring.devices, in_round=in_round) for ring in rings)
+    return slowest_s + max(latencies_s, default=0.0)
 
 
 def busiest_lane(
@@ -131,6 +120,7 @@ class ReplicaNetworks:
                     crossed[lane].append((rank, rank))
                     self._hops[lane][rank, rank] += times
             self._rings.append(crossed)
+        self._members: dict[int, frozenset[int]] = {}
         self._loads: dict[tuple[Lane, int], _Loads] = {}
         self._with_rings: dict[tuple[int, int], dict[tuple[_Loads, tuple[_Ends, ...]], Lane]] = {}
 
@@ -164,31 +154,45 @@ class ReplicaNetworks:
             own, others = wires[ends], tuple(elsewhere[ends])
             return Path(tuple(own), latency_s, Overlap.FULL, tuple(own.values()), others, curved, parts)
 
-        cluster = self._problem.cluster
+        problem, members = self._problem, self._sites[site]
 
         def message_path(ends: _Ends) -> Path:
             here, there = (self._grid[rank][replica] for rank in ends)
-            overlap = Overlap.least((cluster.overlap(here, there), self._most_overlap))
-            found = path(ends, cluster.latency(here, there), self._problem.curved(here, there))
+            overlap = Overlap.least((problem.overlap(here, there), self._most_overlap))
+            found = path(ends, problem.latency(here, there), problem.curved(here, there))
             return found if overlap is Overlap.FULL else replace(found, overlap=overlap)
 
         def ring_path(rank: int, late_s: float) -> Path:
-            devices = self._grid[rank][self._sites[site]]
-            curved = self._problem.ring_curved(devices)
+            devices = self._grid[rank][members]
+            curved = problem.ring_curved(devices)
             return path((rank, rank), late_s, curved, ring_parts(devices) if curved else 1)
 
         return Network(
             tuple(Wire(lane.name, lane.bytes_per_s) for lane in slowest.values()),
             {ends: message_path(ends) for ends in self._pairs},
             {rank: ring_path(rank, late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
+            problem.round_trip_s(self._agreeing(replica, site)),
         )
+
+    def _agreeing(self, replica: int, site: int) -> frozenset[int]:
+        """The devices whose ranks agree on a batch: of the site, or of the replica alone if the sum over
+        replicas is a round.
+        """
+        if self._problem.sums_in_rounds:
+            return frozenset(row[replica] for row in self._grid)
+        if site not in self._members:
+            own = self._sites[site]
+            self._members[site] = frozenset(chain.from_iterable(row[own] for row in self._grid))
+        return self._members[site]
 
     @cached_property
     def _ring_latencies_s(self) -> list[list[float]]:
-        cluster, sums = self._problem.cluster, self._problem.request.sums_within
+        problem = self._problem
+        codec = problem.request.sums_within.codec
 
         def late_s(devices: Sequence[int]) -> float:
-            return ring_latency_s(cluster, devices, is_direct=sums.codec.is_cut(len(devices)))
+            is_direct, in_round = codec.is_cut(len(devices)), problem.sums_in_rounds
+            return ring_latency_s(problem.cluster, devices, is_direct=is_direct, in_round=in_round)
 
         return [[late_s(row[site]) for row in self._grid] for site in self._sites]
 
@@ -238,7 +242,6 @@ def links_between(
         ends = [pair for a, b in zip(grid[one], grid[other], strict=True) for pair in ((a, b), (b, a))]
         ways.append(ends)
         flows.update(lane.name for pair in ends for lane in problem.path(*pair))
-    stops = [[problem.latency_and_overlap(*pair) for pair in ends] for ends in ways]
     most_overlap = problem.most_overlap(schedule)
     return [
         RowLink(
@@ -246,11 +249,11 @@ def links_between(
                 (lane.bytes_per_s / flows[lane.name] for pair in ends for lane in problem.path(*pair)),
                 default=float("inf"),
             ),
-            max((latency_s for latency_s, _ in stop), default=0.0),
-            overlap=Overlap.least({most_overlap, *(overlap for _, overlap in stop)}),
+            max((problem.latency(*pair) for pair in ends), default=0.0),
+            overlap=Overlap.least({most_overlap, *(problem.overlap(*pair) for pair in ends)}),
             curved=tuple(dict.fromkeys(link for pair in ends for link in problem.curved(*pair))),
         )
-        for ends, stop in zip(ways, stops, strict=True)
+        for ends in ways
     ]
 
 

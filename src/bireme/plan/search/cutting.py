@@ -5,7 +5,7 @@ rank has several stages, `plan/partition` has no account of its bytes: there sta
 each within its part of the memory, and the plan evaluator counts what they really take.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -23,7 +23,7 @@ from bireme.plan.partition.loads import (
     loads_of,
     overflows,
 )
-from bireme.plan.partition.partition import Misfit, exact, least_max
+from bireme.plan.partition.partition import exact, least_max
 from bireme.plan.search.contention import links_between
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.mapping import keeps_home
@@ -90,11 +90,12 @@ def promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> 
 def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) -> list[Draft]:
     if outline.stages_per_rank > 1:
         return list(_folded(problem, outline, grid))
-    if any(overflows(*one) for one in _costed(problem, outline, grid)):
+    costed = list(_costed(problem, outline, grid))
+    if any(overflows(*one) for one in costed):
         return []
-    loads = loads_on(problem, outline, grid)
+    loads = _loads(problem, grid, costed)
     found = exact(loads)
-    if isinstance(found, Misfit):
+    if not found.fits:
         return []
     partitions = [found]
     if schedule_named(outline.schedule).rule is Rule.SYNCHRONOUS and outline.num_stages > 1:
@@ -120,7 +121,13 @@ class _Group:
 
 def loads_on(problem: PlanningProblem, outline: Outline, grid: Grid) -> Loads:
     """The loads of all stages on a mapping: of the slowest replica, and the bytes of the tightest."""
-    of_group = [loads_of(*one) for one in _costed(problem, outline, grid)]
+    return _loads(problem, grid, list(_costed(problem, outline, grid)))
+
+
+def _loads(
+    problem: PlanningProblem, grid: Grid, costed: Sequence[tuple[Chain, DeviceRow, StageSetting]]
+) -> Loads:
+    of_group = [loads_of(*one) for one in costed]
     slowest = of_group[0] if len(of_group) == 1 else _worst(of_group)
     named = tuple(
         replace(seat, name=problem.names[min(row, key=lambda device: problem.limits[device])])

@@ -12,7 +12,7 @@ from math import lcm
 from bireme.cluster.cluster import Cluster
 from bireme.codec.description import BoundaryCodecs
 from bireme.errors import BiremeError
-from bireme.plan.plan import Paging, Plan
+from bireme.plan.plan import Paging, Plan, values_of
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.budgets import Cut
@@ -33,6 +33,9 @@ _FEWEST = 8
 
 _MOST_PASSES = 512
 """Forwards that are simulated to let a plan settle, over all stages; deeper plans are simulated for less."""
+
+_LARGE = 4_096
+"""Forwards of a batch, over all stages, from which on a shorter batch is tried first."""
 
 _DRAINING, _FLOWING = 2, 4
 """Batches of the window that is looked at; in its middle the pipeline has come to its pace, and all that is
@@ -84,6 +87,8 @@ class Draft:
     whole_weights: int = 0
     shares: tuple[tuple[int, ...], ...] = ()
     """Of stages of unequal width, the micro-batches of a batch that each replica takes."""
+    share_of_sums: float = 1.0
+    """The share of its sums over replicas that counts: less if it stands for a longer batch."""
 
     @property
     def splits_backward(self) -> bool:
@@ -98,6 +103,11 @@ class Draft:
     def stages(self, num_units: int) -> list[tuple[int, int]]:
         """The units from which and up to which each stage goes."""
         return list(pairwise((0, *self.cuts, num_units)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        return self.outline.stage_widths or (self.outline.width,) * self.outline.num_stages
 
     def sites(self, request: PlanRequest) -> list[slice]:
         """The replicas of each site."""
@@ -125,6 +135,19 @@ class Draft:
         may be under way in a longer batch.
         """
         return self.paging is None and not self.whole_weights
+
+    def much_shorter(self) -> "Draft | None":
+        """A large draft with delayed updates in batches of at most half as many micro-batches, with which the
+        pipeline settles, and with a part of its sums that is as large; None of any other draft.
+        """
+        outline, ranks = self.outline, self.outline.num_ranks
+        is_small = outline.num_stages * outline.num_microbatches < _LARGE
+        if is_small or outline.stage_widths or self.rule is Rule.SYNCHRONOUS or not self.may_be_shortened:
+            return None
+        count = -(-(_SETTLED * outline.num_stages + self.lookahead) // ranks) * ranks
+        share = count / outline.num_microbatches
+        few = replace(self, outline=replace(outline, num_microbatches=count), share_of_sums=share)
+        return few if share <= 1 / 2 else None
 
     def shortened(self, least: int) -> tuple["Draft", "Draft"] | None:
         """The same with two smaller numbers of micro-batches, `least` or more and a period apart, that show
@@ -178,49 +201,26 @@ class Draft:
 
     def ungathered_program(self, num_batches: int | None = None) -> Program:
         """The same without what sharing weights takes; in so many batches if that is given."""
-        outline = self.outline
         usual = (
             _LOOPED if self.paging is not None else _DRAINING if self.rule is Rule.SYNCHRONOUS else _FLOWING
         )
-        return _program(
-            outline.schedule,
-            outline.num_stages,
-            outline.num_microbatches,
-            outline.stages_per_rank,
-            self.num_sliced,
-            self.lookahead,
-            self.recompute,
-            outline.updates_early,
-            outline.updates_halfway,
-            self.sweep,
-            self.shares,
-            num_batches or usual,
-        )
+        shape = replace(self.outline, sizes=(), sites=1)
+        like = Draft(shape, (), (), **values_of(self, _OF_PROGRAMS))
+        return _program(like, num_batches or usual)
 
     def plan(self, names: tuple[str, ...], codecs: tuple[BoundaryCodecs, ...] = ()) -> Plan:
         """The plan, with the devices' names and the codecs of its boundaries."""
         outline = self.outline
         is_told = outline.stages_per_rank > 1 or outline.schedule in PARTS
         return Plan(
-            cuts=self.cuts,
-            num_microbatches=outline.num_microbatches,
-            schedule=outline.schedule,
             width=outline.width,
             stages_per_rank=outline.stages_per_rank if is_told else None,
-            num_sliced=self.num_sliced,
-            lookahead=self.lookahead,
-            recompute=self.recompute,
             micro_batch_sizes=outline.sizes,
             devices=tuple(tuple(names[device] for device in row) for row in self.grid),
-            updates_early=outline.updates_early,
-            updates_halfway=outline.updates_halfway,
             codecs=() if all(one.is_none for one in codecs) else codecs,
-            sweep=self.sweep,
-            paging=self.paging,
-            whole_weights=self.whole_weights,
-            sites=outline.sites,
-            stage_widths=outline.stage_widths,
             stage_shares=self.shares,
+            **values_of(self, _OF_BOTH),
+            **values_of(outline, _OF_OUTLINES),
         )
 
 
@@ -237,33 +237,25 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
+_OF_PROGRAMS = ("num_sliced", "lookahead", "sweep", "recompute", "shares")
+"""The fields of a draft that its programs depend on, beside its outline."""
+
+_OF_BOTH = ("cuts", "recompute", "num_sliced", "lookahead", "sweep", "paging", "whole_weights")
+_OF_OUTLINES = ("schedule", "num_microbatches", "updates_early", "updates_halfway", "sites", "stage_widths")
+"""The fields of a plan that a draft has too, and those that its outline has."""
+
+
 @lru_cache(maxsize=256)
-def _program(
-    schedule: str,
-    num_stages: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    num_sliced: int | None,
-    lookahead: int,
-    recompute: tuple[int, ...],
-    updates_early: bool,
-    updates_halfway: bool,
-    sweep: int,
-    shares: tuple[tuple[int, ...], ...],
-    num_batches: int,
-) -> Program:
+def _program(draft: Draft, num_batches: int) -> Program:
+    outline = draft.outline
     return generate(
-        schedule,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
+        outline.schedule,
+        num_stages=outline.num_stages,
+        num_microbatches=outline.num_microbatches,
         num_batches=num_batches,
-        stages_per_rank=stages_per_rank,
-        num_sliced=num_sliced,
-        lookahead=lookahead,
-        sweep=sweep,
-        recompute=recompute,
-        shares=shares,
-        timing=UpdateTiming(early=updates_early, halfway=updates_halfway),
+        stages_per_rank=outline.stages_per_rank,
+        timing=UpdateTiming(early=outline.updates_early, halfway=outline.updates_halfway),
+        **values_of(draft, _OF_PROGRAMS),
     )
 
 
@@ -302,15 +294,10 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         )
     num_ranks = plan.num_stages if plan.stage_widths else plan.source.num_ranks
     outline = Outline(
-        plan.schedule,
-        num_ranks,
-        plan.num_stages // num_ranks,
-        plan.micro_batch_sizes,
-        plan.num_microbatches,
-        plan.is_early,
-        plan.updates_halfway,
-        plan.sites,
-        plan.stage_widths,
+        num_ranks=num_ranks,
+        stages_per_rank=plan.num_stages // num_ranks,
+        sizes=plan.micro_batch_sizes,
+        **values_of(plan, _OF_OUTLINES) | {"updates_early": plan.is_early},
     )
     grid = tuple(tuple(cluster.number_of(name) for name in row) for row in plan.devices)
     used = [device for row in grid for device in row]
@@ -319,19 +306,7 @@ def draft_of(plan: Plan, cluster: Cluster) -> Draft:
         raise BiremeError(
             f"The plan puts two ranks on {cluster.devices()[twice].name}; each rank needs its own device."
         )
-    return Draft(
-        outline,
-        grid,
-        plan.cuts,
-        plan.recompute,
-        plan.num_sliced,
-        plan.lookahead,
-        plan.codecs,
-        plan.sweep,
-        plan.paging,
-        plan.whole_weights,
-        plan.shares,
-    )
+    return Draft(outline, grid, codecs=plan.codecs, shares=plan.shares, **values_of(plan, _OF_BOTH))
 
 
 @dataclass(frozen=True, slots=True)

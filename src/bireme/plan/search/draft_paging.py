@@ -13,7 +13,7 @@ from bireme.plan.forecast import TierForecast
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging, Plan
 from bireme.plan.plan_request import PlanRequest, TierLimits, may_delay_updates
-from bireme.plan.search.contention import Ring, ring_over
+from bireme.plan.search.contention import HopBytes, rings_s
 from bireme.plan.search.draft import Draft, Grid, draft_of
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
@@ -137,11 +137,13 @@ def stage_memory(
     for stage, rank in enumerate(program.rank_of_stage):
         copied: Counter[Item] = Counter()
         copies_s, tiers = 0.0, program.tiers_of(rank)
-        for item, tier in _copies(program, rank, stage):
-            assert tiers is not None, "who copies pages"
-            copied[item] += tiers.chunk_bytes
-            copies_s += links[rank].seconds(tiers.tiers[tier + 1].name, tiers.chunk_bytes)
-        share = 1 / _num_batches(program, rank)
+        steps, num_batches = _steady(program, rank)
+        for page in (step.page for step in steps if step.stage == stage):
+            if page is not None and page.is_copied:
+                assert tiers is not None, "who copies pages"
+                copied[page.item] += tiers.chunk_bytes
+                copies_s += links[rank].seconds(tiers.tiers[page.tier + 1].name, tiers.chunk_bytes)
+        share = 1 / num_batches
         again_s = plan.num_microbatches * costs.recompute_s[stage] / problem.speeds[draft.grid[rank][0]]
         found.append(
             PagedStageMemory(
@@ -156,21 +158,10 @@ def stage_memory(
     return tuple(found)
 
 
-def _copies(program: Program, rank: int, stage: int) -> Iterator[tuple[Item, int]]:
-    """The items of a stage whose chunks are copied, each with the upper of the two tiers."""
-    for step in _steps(program, rank):
-        if step.stage == stage and step.page is not None and step.page.is_copied:
-            yield step.page.item, step.page.tier
-
-
-def _steps(program: Program, rank: int) -> tuple[Instruction, ...]:
-    """A batch of the steady state, or the window where there is none."""
+def _steady(program: Program, rank: int) -> tuple[tuple[Instruction, ...], int]:
+    """A batch of the steady state, or the window where there is none, and the number of its batches."""
     track = program.tracks[rank]
-    return track.body if track.repeats else track.head
-
-
-def _num_batches(program: Program, rank: int) -> int:
-    return 1 if program.tracks[rank].repeats else program.num_batches
+    return (track.body, 1) if track.repeats else (track.head, program.num_batches)
 
 
 # Gradients of parameters that several stages use: who holds them, and what their sums take.
@@ -224,7 +215,8 @@ class _TiedRing:
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    ring: Ring
+    num_bytes: float
+    seconds: float
     sent_bytes: float
     """What each device sends on for it."""
 
@@ -246,18 +238,15 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
         num_bytes = sum(one.num_bytes for one in own)
         stages = sorted({stage for one in own for stage in one.stages})
         rings = [
-            ring_over(problem, [device for rank in ranks for device in draft.grid[rank][site]], num_bytes)
+            [device for rank in ranks for device in draft.grid[rank][site]]
             for site in draft.sites(problem.request)
         ]
+        hops = [HopBytes(ring, ring_share(len(ring)) * num_bytes) for ring in rings]
+        seconds = max(rings_s(problem, [hop]) for hop in hops)
         width = problem.request.site_width(draft.outline.width)
-        found.append(
-            _TiedRing(
-                tuple(stages if len(ranks) > 1 else stages[:1]),
-                ranks,
-                max(rings, key=lambda ring: ring.seconds),
-                ring_share(width * len(ranks)) * num_bytes,
-            )
-        )
+        sent_bytes = ring_share(width * len(ranks)) * num_bytes
+        waiting = tuple(stages if len(ranks) > 1 else stages[:1])
+        found.append(_TiedRing(waiting, ranks, num_bytes, seconds, sent_bytes))
     return found
 
 
@@ -344,11 +333,11 @@ def sync_bytes(
     carries in a batch; under the others it makes no difference to the next forward whether they go before or
     after.
     """
-    width = draft.outline.width
-    if request.num_sharers(width) == 1:
+    if request.num_sharers(draft.outline.width) == 1:
+        of_stages = zip(costs.gradient_bytes, draft.stages(num_units), draft.widths, strict=True)
         return tuple(
             request.sums_within.hop_bytes(one, slice(*units), request.site_width(width))
-            for one, units in zip(costs.gradient_bytes, draft.stages(num_units), strict=True)
+            for one, units, width in of_stages
         )
     if before_update and draft.whole_weights:
         return (0.0,) * costs.num_stages
@@ -385,12 +374,11 @@ def paging_of(
     draft: Draft,
     costs: Costs,
     *,
-    ahead: int,
-    updates_together: bool,
     host_updates: bool,
     is_summed: bool,
 ) -> Paging | None:
     """What a draft pages whose stages cost that, in its largest micro-batches; None where all of it fits.
+    Several parts of a rank are updated together, as the copies of an update take long.
 
     Where no update can be made on the host, none is. Raises if the user asked for that.
     """
@@ -410,8 +398,7 @@ def paging_of(
     paging = Paging(
         budgets_of(problem, draft.grid),
         sizes,
-        ahead=ahead,
-        updates_together=updates_together,
+        updates_together=draft.outline.stages_per_rank > 1,
         is_summed=is_summed,
         stashes=asked is None or asked.stashes,
         host_updates=host_updates,
@@ -532,9 +519,8 @@ def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
 
 def _moved_into(program: Program, rank: int, tier: int) -> float:
     """The bytes that go into a tier in a batch of the steady state, or of the window where there is none."""
-    tiers, track = program.tiers_of(rank), program.tracks[rank]
+    tiers, (steps, num_batches) = program.tiers_of(rank), _steady(program, rank)
     assert tiers is not None, "the rank pages"
-    steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
     num_copies = sum(
         step.page.tier + (step.kind is Kind.EVICT) == tier
         for step in steps

@@ -175,21 +175,16 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
-    """A draft plan and its forecast. `power` is what a second of it counts (see `PlanningProblem.power`)."""
+    """A draft plan, its forecast, and the cost of a sample: seconds, or joules if energy is the goal."""
 
     draft: Draft
     forecast: Forecast
-    power: float
-
-    @property
-    def cost(self) -> float:
-        """Cost per sample, in seconds or, where energy is the goal, in joules."""
-        return self.forecast.cost_s_per_sample * self.power
+    cost: float
 
     @property
     def fits(self) -> bool:
         """Whether every stage fits."""
-        return all(stage.peak_bytes <= stage.limit_bytes for stage in self.forecast.stages)
+        return self.forecast.fits
 
 
 class EvaluatedDrafts:
@@ -220,7 +215,7 @@ class EvaluatedDrafts:
 
     def could_win(self, outline: Outline, least_batch_s: float) -> bool:
         """Whether a plan whose batch takes that at the least could be the best of its kind."""
-        best = self._of_kind.get(PlanKind.of(outline))
+        best = self._of_kind.get(outline.kind)
         return best is None or self.least_cost(outline, least_batch_s) < best.cost * (1 - _SLACK)
 
     def could_be_best(self, outline: Outline, least_batch_s: float) -> bool:
@@ -230,10 +225,7 @@ class EvaluatedDrafts:
 
     def least_cost(self, outline: Outline, least_batch_s: float) -> float:
         """The cost at the least of a plan whose batch takes that at the least."""
-        penalty = self._problem.penalty(
-            outline.schedule, outline.num_stages, outline.microbatches_of_rank, outline.most_replicas
-        )
-        least_s = penalty * least_batch_s / outline.batch_size
+        least_s = outline.penalty(self._problem) * least_batch_s / outline.batch_size
         return least_s * self._problem.least_power(outline.num_devices)
 
     def evaluated(self, draft: Draft) -> EvaluatedDraft:
@@ -241,10 +233,11 @@ class EvaluatedDrafts:
         known = self._seen.get(draft)
         if known is not None:
             return known
-        power = self._problem.power(device for row in draft.grid for device in row)
-        found = self._seen[draft] = EvaluatedDraft(draft, self.evaluator.forecast(draft), power)
+        forecast = self.evaluator.forecast(draft)
+        found = EvaluatedDraft(draft, forecast, forecast.cost(self._problem.request.goal))
+        self._seen[draft] = found
         if found.fits:
-            kind, shape = PlanKind.of(draft.outline), _shape(draft.outline)
+            kind, shape = draft.outline.kind, _shape(draft.outline)
             _keep(self._of_kind, kind, found)
             _keep(self._of_shape, shape, found)
         return found

@@ -9,7 +9,7 @@ Parameters that stages on several ranks share are summed over all of these, in a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,9 +19,8 @@ from operator import itemgetter
 from bireme.cluster.device import Speeds
 from bireme.codec.sum_description import SumCost
 from bireme.plan.codec_costs import sum_coding_s
-from bireme.plan.forecast import Forecast, StageForecast, TierForecast, total_watts
+from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
-from bireme.plan.search.assumptions import assumptions
 from bireme.plan.search.contention import (
     HopBytes,
     ReplicaNetworks,
@@ -46,13 +45,14 @@ from bireme.plan.search.draft_paging import (
 )
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
-from bireme.plan.search.unequal_costs import flows, hop_bytes, least_path_s, rings, simulated
-from bireme.plan.search.works import ReplicaWorks
+from bireme.plan.search.works import ReplicaWorks, assumptions, flows, least_path_s
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import Residency, resident
-from bireme.simulate.copies import REPLICAS
-from bireme.simulate.network import Network
+from bireme.simulate.copies import REPLICAS, TierLinks
+from bireme.simulate.costs import Costs
+from bireme.simulate.links import cluster_network
+from bireme.simulate.network import Network, Processors
 from bireme.simulate.simulator import Until, simulate
 from bireme.timeline.timeline import Timeline, settled_batch_s
 
@@ -62,12 +62,16 @@ MOST_INSTRUCTIONS = 20_000
 _SLOWED = 2
 """Times as long as alone a sum may take beside messages."""
 
+_ALL_THE_TIME = 1e-6
+"""Of a batch: so short is the wait of a device that is busy all the time."""
+
 SETTLING = 24
 """Batches within which batches that overlap come to take equally long, if the usual window is too short."""
 
-_NUM_TRIPS = 3
-"""Messages there and back on the slowest way, before a round counts: to the coordinator that grants it, to
-the other members with the numbers that go along, and to the coordinator once the sum is made.
+_ROUND_TRIPS = 2.5
+"""Of a round on the slowest way, besides its sum: to the coordinator that grants it and back, to the other
+members with the numbers that go along, to the coordinator that commits it and back. The ranks of a replica
+then agree on the batch as without rounds (`Network.agree_s`).
 """
 
 
@@ -115,9 +119,8 @@ class PlanEvaluator:
         if outline.schedule not in PATH_BOUND and outline.schedule != "sequential":
             return least_s
         if outline.stage_widths:
-            return max(
-                least_s, least_path_s(self._problem, draft, self._works.of(draft, outline.sizes[0]).costs)
-            )
+            costs = self._works.of(draft, outline.sizes[0]).costs
+            return max(least_s, least_path_s(self._problem, draft, costs, self._sums(draft)))
         m = outline.num_microbatches
         for replica, work in enumerate(self._works.of_replicas(draft)):
             before_s = all_s = 0.0
@@ -140,9 +143,11 @@ class PlanEvaluator:
         """
         problem, outline = self._problem, draft.outline
         floor = self.floor(draft)
-        shortened = draft.shortened(self._fewest(draft, floor))
-        seen = draft if shortened is None else shortened[1]
-        of_replica = self._simulated(seen, seen.program(is_brief=is_brief), floor, is_brief=is_brief)
+        busy = self._busy_throughout(draft, floor)
+        shortened = None if busy else draft.shortened(self._fewest(draft, floor))
+        seen = busy[0] if busy else draft if shortened is None else shortened[1]
+        program = seen.program(is_brief=is_brief)
+        of_replica = busy[1] if busy else self._simulated(seen, program, floor, is_brief=is_brief)
         timelines = [timeline for _, timeline in of_replica]
         has_memory = not (is_brief and seen.paging)
         if has_memory:
@@ -151,14 +156,8 @@ class PlanEvaluator:
         slowest = timelines[-place]
         if shortened is not None:
             batch_s += self._more_s(draft, *shortened, batch_s)
+        batch_s = floor.seconds if busy else batch_s
         batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
-        penalty = problem.penalty(
-            outline.schedule,
-            outline.num_stages,
-            outline.microbatches_of_rank,
-            outline.most_replicas,
-            lookahead=draft.lookahead,
-        )
         codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
         codec_penalty = problem.request.codec_penalty(
             codecs, problem.profile.optimizer, outline.most_replicas
@@ -166,10 +165,10 @@ class PlanEvaluator:
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=penalty * codec_penalty,
+            penalty=outline.penalty(problem, draft.lookahead) * codec_penalty,
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
-            stages=tuple(self._stages(draft, seen, timelines)) if has_memory else (),
+            stages=self._works.forecasts(draft, seen, timelines, self._speeds(draft)) if has_memory else (),
             delay_warmup=0.0 if draft.rule is Rule.SYNCHRONOUS else problem.request.delay_warmup_share,
             codec_penalty=codec_penalty,
             sum_penalty=problem.request.sum_penalty(outline.most_replicas, problem.profile.optimizer),
@@ -225,13 +224,34 @@ class PlanEvaluator:
             ended[:] = ends
             return len(ends) == most
 
+        def is_settled(ends: Sequence[float]) -> bool:
+            ended[:] = ends
+            return settled_batch_s(ends, SETTLING - 1) is not None
+
         timeline = run(program, is_over)
         batch_s = settled_batch_s(ended)
         if batch_s is None:
-            longer = draft.ungathered_program(SETTLING)
-            until = partial(settled_batch_s, most=SETTLING - 1)
-            batch_s = run(longer, until).steady_batch_s
+            run(draft.ungathered_program(SETTLING), is_settled)
+            batch_s = settled_batch_s(ended, SETTLING - 1)
+        assert batch_s is not None, "it is the mean after so many batches"
         return batch_s, timeline
+
+    def _busy_throughout(
+        self, draft: Draft, floor: LowerBound
+    ) -> tuple[Draft, list[tuple[float, Timeline]]] | None:
+        """A much shorter batch of a large draft with delayed updates, simulated, if it keeps the busiest
+        device busy all the time. The batch of the draft then does so too: its sums are in proportion, and it
+        has more time for all that takes as long in any batch.
+        """
+        short = draft.much_shorter()
+        if short is None or self._problem.request.rounds or floor.bottleneck not in self._problem.names:
+            return None
+        least = self._floor(short)
+        if least.bottleneck != floor.bottleneck:
+            return None
+        found = self._simulated(short, short.program(), least)
+        is_busy = max(seconds for seconds, _ in found) <= least.seconds * (1 + _ALL_THE_TIME)
+        return (short, found) if is_busy else None
 
     def _fewest(self, draft: Draft, floor: LowerBound) -> int:
         """The micro-batches with which sums that run beside the next batch do not set its pace alone."""
@@ -240,10 +260,8 @@ class PlanEvaluator:
         if not draft.may_be_shortened or draft.rule is Rule.SYNCHRONOUS or is_single:
             return 0
         if outline.stage_widths:
-            costs = self._works.of(draft, outline.sizes[0]).costs
-            sums = rings(draft, hop_bytes(self._problem, draft, costs))
             pace_s = floor.seconds / outline.num_microbatches
-            end_s = _SLOWED * rings_s(self._problem, sums)
+            end_s = _SLOWED * rings_s(self._problem, self._sums(draft))
         else:
             one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
             pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
@@ -270,27 +288,14 @@ class PlanEvaluator:
         rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
         return tuple(tier_forecasts(slowest, exchanged_bytes(costs, request, draft), rings, between))
 
-    def paging(
-        self, draft: Draft, *, ahead: int, updates_together: bool, host_updates: bool
-    ) -> Paging | None:
+    def paging(self, draft: Draft, *, host_updates: bool) -> Paging | None:
         """What a draft would page; None where all of it fits. Updates are made on the host where they can."""
-        costs = self._works.of(draft, max(draft.outline.sizes)).costs
-        return paging_of(
-            self._problem,
-            draft,
-            costs,
-            ahead=ahead,
-            updates_together=updates_together,
-            host_updates=host_updates,
-            is_summed=bool(self._tied_of(draft)) or self._sums_at_the_end(draft),
-        )
-
-    def _sums_at_the_end(self, draft: Draft) -> bool:
-        """Whether replicas sum gradients when a batch ends. Those that share weights have summed their parts
-        before, but their sites may sum these with other sites.
-        """
         outline = draft.outline
-        return outline.width > 1 and (not draft.whole_weights or outline.sites > 1)
+        costs = self._works.of(draft, max(outline.sizes)).costs
+        # Replicas that share weights have summed their parts before a batch ends, but sites may sum these.
+        sums_at_the_end = outline.width > 1 and (not draft.whole_weights or outline.sites > 1)
+        is_summed = bool(self._tied_of(draft)) or sums_at_the_end
+        return paging_of(self._problem, draft, costs, host_updates=host_updates, is_summed=is_summed)
 
     def least_kept_bytes(self, draft: Draft) -> list[float]:
         """The bytes that each rank keeps over all its tiers at the least: a version of its weights, the state
@@ -348,86 +353,65 @@ class PlanEvaluator:
             found.append(replace(timeline, memory=counted[size]))
         return found
 
-    def _stages(self, draft: Draft, seen: Draft, timelines: Sequence[Timeline]) -> list[StageForecast]:
-        """The stages of a draft, of which `seen` was simulated, with fewer micro-batches."""
-        problem, outline = self._problem, draft.outline
-        found = []
-        of_stages = zip(draft.stages(len(problem.profile.units)), self._works.of_stages(draft), strict=True)
-        for stage, ((begin, end), works) in enumerate(of_stages):
-            rank = outline.rank_of_stage[stage]
-            row, counts = draft.grid[rank], draft.counts_of(stage)
-            more = [0.0] * len(row)
-            if outline.schedule == "gpipe":  # the one that keeps all micro-batches of a batch
-                each = [work.kept_bytes(stage, draft) for work in works]
-                longer = zip(counts, seen.counts_of(stage), each, strict=True)
-                more = [(count - fewer) * one for count, fewer, one in longer]
-            compiler_bytes = problem.compiler_bytes(draft.rule, outline.width, begin, end)
-            beside = [work.sent_bytes(rank, outline.rank_of_stage) + compiler_bytes for work in works]
-            memories = (
-                [timelines[0].memory[seat.rank] for seat in draft.seats() if seat.stage == stage]
-                if outline.stage_widths
-                else [timeline.memory[rank] for timeline in timelines]
-            )
-            held = [memory.peak_bytes + extra for memory, extra in zip(memories, more, strict=True)]
-            apart = [float(problem.process_bytes[device]) for device in row]
-            if problem.profile.engine and problem.request.memory is None:
-                held = [one + room for one, room in zip(held, beside, strict=True)]
-            elif problem.profile.engine:  # these lie beside the tier whose limit was asked for
-                apart = [one + room for one, room in zip(apart, beside, strict=True)]
-            tightest = min(range(len(row)), key=lambda r: problem.limits[row[r]] - held[r])
-            peaks = tuple(one + own for one, own in zip(held, apart, strict=True))
-            limits = tuple(problem.limits[device] + own for device, own in zip(row, apart, strict=True))
-            found.append(
-                StageForecast(
-                    begin=begin,
-                    end=end,
-                    devices=tuple(problem.names[device] for device in row),
-                    recompute=stage in draft.recompute,
-                    busy_s=max(
-                        work.busy_s(stage, count, draft.rule, self._speeds(draft)[device])
-                        for work, count, device in zip(works, counts, row, strict=True)
-                    ),
-                    peak_bytes=peaks[tightest],
-                    limit_bytes=limits[tightest],
-                    device_peak_bytes=peaks,
-                    device_limit_bytes=limits,
-                    process_bytes=problem.process_bytes[row[tightest]],
-                )
-            )
-        return found
-
     def _simulate(
         self, draft: Draft, replica: int, network: Network, program: Program, until: Until | None = None
     ) -> Timeline:
-        problem = self._problem
-        devices = [row[replica] for row in draft.grid]
+        problem, grid = self._problem, draft.grid
         costs = self._works.of(draft, draft.outline.sizes[replica], self._works.kinds(draft, replica)).costs
+        return self._run(
+            draft,
+            [row[replica] for row in grid],
+            costs,
+            network,
+            program,
+            until,
+            processors=processors_of(problem, grid, replica),
+            tier_links=tier_links_of(problem, grid, replica) if program.moves_memory else None,
+        )
+
+    def _simulate_unequal(self, draft: Draft, program: Program, until: Until | None = None) -> Timeline:
+        """All ranks of stages of unequal width: each message goes from the rank that has a micro-batch to the
+        rank that takes it on, and each stage sums its gradients over its own replicas.
+        """
+        problem, seats = self._problem, list(draft.seats())
+        devices = [seat.device for seat in seats]
+        network = cluster_network(
+            problem.cluster,
+            program,
+            devices,
+            replicas={seat.rank: draft.grid[seat.stage] for seat in seats},
+            most_overlap=problem.most_overlap(draft.outline.schedule),
+        )
+        costs = self._works.of(draft, draft.outline.sizes[0]).costs
+        processors = processors_of(problem, [(device,) for device in devices], 0)
+        return self._run(draft, devices, costs, network, program, until, processors=processors)
+
+    def _run(
+        self,
+        draft: Draft,
+        devices: Sequence[int],
+        costs: Costs,
+        network: Network,
+        program: Program,
+        until: Until | None,
+        *,
+        processors: Processors | None,
+        tier_links: Sequence[TierLinks] | None = None,
+    ) -> Timeline:
+        speeds = [self._speeds(draft)[device] for device in devices]
         sync_s, reduce_bytes = self._syncs(draft)
         costs = replace(
             costs,
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
-            rank_speed=tuple(problem.speeds[device] for device in devices),
-            update_speed=tuple(problem.resource_speeds[device].memory for device in devices),
-            host_speed=tuple(problem.resource_speeds[device].host for device in devices),
-            engine=problem.engine,
+            rank_speed=tuple(one.compute for one in speeds),
+            update_speed=tuple(one.memory for one in speeds),
+            host_speed=tuple(one.host for one in speeds),
+            engine=self._problem.engine,
         )
         timeline = simulate(
-            program,
-            costs,
-            network,
-            agree=True,
-            processors=processors_of(problem, draft.grid, replica),
-            tier_links=tier_links_of(problem, draft.grid, replica) if program.moves_memory else None,
-            until=until,
+            program, costs, network, agree=True, processors=processors, tier_links=tier_links, until=until
         )
-        return self._counted(timeline)
-
-    def _simulate_unequal(self, draft: Draft, program: Program, until: Until | None = None) -> Timeline:
-        costs = self._works.of(draft, draft.outline.sizes[0]).costs
-        return self._counted(simulated(self._problem, draft, program, costs, self._tied_of(draft), until))
-
-    def _counted(self, timeline: Timeline) -> Timeline:
         self.num_instructions += sum(len(rank.start_s) for rank in timeline.ranks)
         return timeline
 
@@ -440,7 +424,7 @@ class PlanEvaluator:
         wires = tier_links_of(problem, draft.grid, replica) if program.moves_memory else ()
         cores = processors_of(problem, draft.grid, replica)
         kinds = self._works.kinds(draft, replica)
-        return draft.outline.sizes[replica], kinds, speeds, rates, paths, cores, wires
+        return draft.outline.sizes[replica], kinds, speeds, rates, paths, network.agree_s, cores, wires
 
     def _speeds(self, draft: Draft) -> Sequence[Speeds]:
         """The speeds of all devices, relative to the profile that a draft's work is counted with there."""
@@ -462,12 +446,13 @@ class PlanEvaluator:
             for stage, rank in enumerate(rank_of_stage):  # those of a rank follow one another
                 sync_s[stage] += round_s / rank_of_stage.count(rank)
         reduced = list(self._reduce_bytes(draft, before_update=True))
-        share = reduce_share(self._problem.request, draft.outline.width)
         for one in tied_rings(self._problem, draft, self._tied_of(draft)):
             for stage in one.stages:
-                sync_s[stage] += one.ring.seconds
-                reduced[stage] = max(reduced[stage] - share * one.ring.num_bytes, 0.0)
-        return tuple(sync_s), tuple(reduced)
+                own_bytes = reduce_share(request, draft.widths[stage]) * one.num_bytes
+                sync_s[stage] += one.seconds
+                reduced[stage] = max(reduced[stage] - own_bytes, 0.0)
+        share = draft.share_of_sums
+        return tuple(share * one for one in sync_s), tuple(share * one for one in reduced)
 
     def _coding_s(self, draft: Draft) -> list[float]:
         """The seconds of the codec of sums within a site, by stage."""
@@ -498,32 +483,22 @@ class PlanEvaluator:
         costs, units = self._works.of(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
         return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
 
-    def busiest_lane(self, draft: Draft) -> tuple[str, float]:
-        """The lane that needs longest for the bytes of a batch, and how long that is."""
-        outline = draft.outline
-        if outline.stage_widths:
-            costs = self._works.of(draft, outline.sizes[0]).costs
-            sums = rings(draft, hop_bytes(self._problem, draft, costs))
-            return busiest_lane(self._problem, flows(draft, costs), sums)
+    def _sums(self, draft: Draft) -> list[HopBytes]:
+        """The rings in which sites sum the gradients of a batch."""
         reduced = self._of_ranks(draft, self._reduce_bytes(draft))
-        sums = [
-            HopBytes(row[site], num_bytes)
+        return [
+            HopBytes(row[site], draft.share_of_sums * num_bytes)
             for row, num_bytes in zip(draft.grid, reduced, strict=True)
             for site in draft.sites(self._problem.request)
         ]
-        sums += self._rounds(draft, self._round_bytes(draft))
-        count = outline.num_microbatches
-        of_size = {size: self._works.of(draft, size).costs for size in set(outline.sizes)}
 
-        def sent() -> Iterator[tuple[int, int, float, int]]:
-            for replica, size in enumerate(outline.sizes):
-                forth, back = of_size[size].forward_bytes, of_size[size].backward_bytes
-                for boundary, (one, other) in enumerate(pairwise(outline.rank_of_stage)):
-                    here, there = draft.grid[one][replica], draft.grid[other][replica]
-                    yield here, there, forth[boundary], count
-                    yield there, here, back[boundary], count
-
-        return busiest_lane(self._problem, sent(), sums)
+    def busiest_lane(self, draft: Draft) -> tuple[str, float]:
+        """The lane that needs longest for the bytes of a batch, and how long that is."""
+        of_size = {size: self._works.of(draft, size).costs for size in set(draft.outline.sizes)}
+        sums = self._sums(draft)
+        if self._problem.request.rounds is not None:
+            sums += self._rounds(draft, self._round_bytes(draft))
+        return busiest_lane(self._problem, flows(draft, of_size), sums)
 
     def _networks(self, draft: Draft) -> ReplicaNetworks:
         """The networks of a draft's replicas."""
@@ -580,11 +555,12 @@ class PlanEvaluator:
             return 0.0
         often = request.rounds.every / request.rounds.fragments
         share, num_sites = request.coded_share(width), request.num_sites(width)
-        link_s = rings_s(problem, self._rounds(draft, [often * one for one in self._round_bytes(draft)]))
+        rounds = self._rounds(draft, [often * one for one in self._round_bytes(draft)])
+        trip_s = problem.round_trip_s(frozenset(device for row in draft.grid for device in row))
         coding_s = self._of_ranks(
             draft, self._coded_s(draft, request.sums, num_decoded=num_sites, share=share)
         )
-        return link_s + max(coding_s) + _NUM_TRIPS * problem.longest_latency_s
+        return rings_s(problem, rounds, in_round=True) + max(coding_s) + _ROUND_TRIPS * trip_s
 
     def _waits_s(self, draft: Draft, batch_s: float) -> float:
         """For how long replicas that average weights wait for rounds, in the mean over batches."""

@@ -23,6 +23,7 @@ from bireme.plan.search.cutting import all_drafts, num_cuts_and_sets, promising_
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
 from bireme.plan.search.mapping import all_grids, exchanged, keeps_home, promising_grids
+from bireme.plan.search.paged_walk import AS_GOOD
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
 from bireme.schedule.catalogue import schedule_named
@@ -55,7 +56,7 @@ class _Totals:
     again_s: float
     parameter_bytes: float
     gradient_bytes: float
-    rest_bytes: float
+    buffer_bytes: float
     optimizer_bytes: float
     kept_bytes: float
     boundary_bytes: float
@@ -89,8 +90,8 @@ class _Estimator:
         batch_s = max(m * max(pace_s, message_s if p > 1 else 0.0) * (1 + self._bubble(outline)), ring_s)
         if rule is Rule.SYNCHRONOUS:
             batch_s += ring_s
-        penalty = self._problem.penalty(outline.schedule, outline.num_stages, m, outline.width)
-        return penalty * batch_s / outline.batch_size * self._problem.least_power(outline.num_devices)
+        cost_s = outline.penalty(self._problem) * batch_s / outline.batch_size
+        return cost_s * self._problem.least_power(outline.num_devices)
 
     def rough_cost(self, draft: Draft, floor_s: float) -> float:
         """The same for a plan whose busiest device or lane is known."""
@@ -98,13 +99,7 @@ class _Estimator:
         batch_s = floor_s * (1 + self._bubble(outline))
         if draft.rule is Rule.SYNCHRONOUS:
             batch_s += self._links_s(outline, self._of(max(outline.sizes)))[1]
-        penalty = self._problem.penalty(
-            outline.schedule,
-            outline.num_stages,
-            outline.num_microbatches,
-            outline.width,
-            lookahead=draft.lookahead,
-        )
+        penalty = outline.penalty(self._problem, draft.lookahead)
         power = self._problem.power(device for row in draft.grid for device in row)
         return penalty * batch_s / outline.batch_size * power
 
@@ -133,10 +128,9 @@ class _Estimator:
         has_newest_apart = rule is Rule.FRESH and not self._problem.request.has_masters
         versions = banks_needed(rule, 0, p) + has_newest_apart / sharers
         under_way = {"gpipe": m, "sequential": 1}.get(outline.schedule, min(p, m))
-        state = (versions * totals.parameter_bytes + totals.gradient_bytes + totals.rest_bytes) / p
-        state += totals.workspace_bytes
-        state -= (1 - 1 / sharers) * totals.optimizer_bytes / p
-        state += self._problem.kept_share(outline.width) * totals.gradient_bytes / p
+        gradients = 1 + self._problem.kept_share(outline.width)
+        state = versions * totals.parameter_bytes + gradients * totals.gradient_bytes
+        state = (state + totals.buffer_bytes + totals.optimizer_bytes / sharers) / p + totals.workspace_bytes
         allowed = self._problem.request.recompute
         if allowed is not Recompute.ALWAYS and state + under_way * totals.kept_bytes / p <= limit:
             return False
@@ -190,20 +184,18 @@ class _Estimator:
 
     def _of(self, size: int) -> _Totals:
         if size not in self._totals:
-            chain = self._problem.merged(size)
+            chain, whole = self._problem.merged(size), (0, -1)
             tables = chain.bytes
-            self._totals[size] = _Totals(
-                work_s=float((chain.forward_s + chain.backward_s).sum()),
-                again_s=float((chain.forward_s + chain.recompute_backward_s).sum()),
-                parameter_bytes=float(tables.parameter[0, -1]),
-                gradient_bytes=float(tables.gradient[0, -1]),
-                rest_bytes=float(tables.optimizer[0, -1] + tables.buffer[0, -1]),
-                optimizer_bytes=float(tables.optimizer[0, -1]),
-                kept_bytes=float(tables.kept[0, -1]),
-                boundary_bytes=float(np.median(chain.boundary_bytes[:-1])) if chain.num_units > 1 else 0.0,
-                returned_bytes=float(np.median(chain.returned_bytes[:-1])) if chain.num_units > 1 else 0.0,
-                workspace_bytes=float(np.median(np.diag(tables.workspace, 1))),
+            messages = (chain.boundary_bytes[:-1], chain.returned_bytes[:-1])
+            values = (
+                (chain.forward_s + chain.backward_s).sum(),
+                (chain.forward_s + chain.recompute_backward_s).sum(),
+                *(one[whole] for one in (tables.parameter, tables.gradient, tables.buffer)),
+                *(one[whole] for one in (tables.optimizer, tables.kept)),
+                *(np.median(one) if len(one) else 0.0 for one in messages),
+                np.median(np.diag(tables.workspace, 1)),
             )
+            self._totals[size] = _Totals(*map(float, values))
         return self._totals[size]
 
 
@@ -214,7 +206,9 @@ _MOST_DEVICES = 8
 """Of clusters whose mappings may all be gone through."""
 
 MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 20_000, 8_000
-"""To be simulated in the likely part of the space, with few devices and with many; the walk may as many."""
+"""To be simulated in the likely part of the space, with few devices and with many; the walk may simulate as
+many again, and that of stages of unequal width the fewer of them.
+"""
 
 _BRIEF_INSTRUCTIONS = 20_000
 """To be simulated where the run is so short that a better plan would save less than it takes to find."""
@@ -222,7 +216,7 @@ _BRIEF_INSTRUCTIONS = 20_000
 _MOST_GRIDS = 24
 """Mappings of a shape that are compared by their links."""
 
-_FEW, _MOST_SHARE = 16, 8.0
+FEW, _MOST_SHARE = 16, 8.0
 """Devices; with more, fewer things are tried, and with fewer more, up to so many times as many."""
 
 _MOST_EXCHANGED, MOST_EXCHANGES = 32, 60
@@ -243,9 +237,6 @@ _MOST_STEPS, _SIMPLER = 1024, 10
 
 _ALIKE = 0.02
 """Estimates that differ by less are taken for equal."""
-
-_AS_GOOD = 1.001
-"""A thousandth of a batch is not worth another stashed micro-batch."""
 
 
 class Explorer:
@@ -336,7 +327,7 @@ class ExhaustiveExplorer(Explorer):
         most = math.inf
         if self._is_brief:
             ordered, most = _in_turns(ordered), _BRIEF_INSTRUCTIONS
-        num_kinds = len({PlanKind.of(outline) for outline in shapes})
+        num_kinds = len({outline.kind for outline in shapes})
         num_plans = 0
         for place, outline in enumerate(ordered):
             ledger.progress(place / len(ordered))
@@ -371,9 +362,7 @@ class ExhaustiveExplorer(Explorer):
 def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
     """The first of every kind, then the second of every kind, …"""
     places: defaultdict[PlanKind, count[int]] = defaultdict(count)
-    return [
-        one for _, one in sorted(((next(places[PlanKind.of(one)]), one) for one in shapes), key=itemgetter(0))
-    ]
+    return [one for _, one in sorted(((next(places[one.kind]), one) for one in shapes), key=itemgetter(0))]
 
 
 class HeuristicExplorer(Explorer):
@@ -385,7 +374,7 @@ class HeuristicExplorer(Explorer):
         super().__init__(problem, outlines, ledger)
         self._walks = walks
         self._estimator = _Estimator(problem, outlines)
-        self._share = min(_MOST_SHARE, _FEW / len(problem.devices))
+        self._share = min(_MOST_SHARE, FEW / len(problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
 
     def explore(self, shapes: Sequence[Outline]) -> None:
@@ -413,7 +402,7 @@ class HeuristicExplorer(Explorer):
         for _, _, _, drafts in sorted(rough, key=itemgetter(0, 1, 2)):
             outline = drafts[0].outline
             # The best of every kind is shown with the best of all, so each kind is simulated.
-            is_known = PlanKind.of(outline) in {PlanKind.of(one.draft.outline) for one in ledger.all_best()}
+            is_known = outline.kind in {one.draft.outline.kind for one in ledger.all_best()}
             if is_known and ledger.evaluator.num_instructions > self._most_instructions:
                 continue
             if ledger.could_win(outline, self._outlines.least_s(outline)):
@@ -454,7 +443,7 @@ class HeuristicExplorer(Explorer):
                 and self._problem.request.schedule == "auto"
             ):
                 continue
-            ranked[PlanKind.of(outline)].append((looks, steps, place))
+            ranked[outline.kind].append((looks, steps, place))
         return {kind: [shapes[place] for _, _, place in sorted(found)] for kind, found in ranked.items()}
 
     def _drafts(self, outline: Outline) -> Iterator[Draft]:
@@ -465,7 +454,7 @@ class HeuristicExplorer(Explorer):
 
     def _grids(self, outline: Outline) -> list[Grid]:
         """The mappings whose links carry a batch soonest, those first that come first among equals."""
-        most = max(_MOST_CUT, _MOST_GRIDS * _FEW // max(outline.num_devices, _FEW))
+        most = max(_MOST_CUT, _MOST_GRIDS * FEW // max(outline.num_devices, FEW))
         grids = list(islice(promising_grids(self._problem, outline), most))
         if len(grids) <= _MOST_CUT:
             return grids
@@ -487,7 +476,7 @@ class HeuristicExplorer(Explorer):
                 before = best.cost
                 for more in (self._sliced, self._exchanged, self._recut):
                     found = self._best_of(more(best.draft), best)
-                    if found is not None and found.cost * _AS_GOOD < best.cost:
+                    if found is not None and found.cost * AS_GOOD < best.cost:
                         best = found
                 if may_run_ahead:
                     best = self._run_ahead(best)
@@ -509,7 +498,7 @@ class HeuristicExplorer(Explorer):
         if ledger.evaluator.num_instructions > 2 * self._most_instructions:
             return False
         least = ledger.least_cost(draft.outline, ledger.evaluator.least_s(draft))
-        return least * _AS_GOOD < best.cost
+        return least * AS_GOOD < best.cost
 
     def _run_ahead(self, best: EvaluatedDraft) -> EvaluatedDraft:
         """The plan with the lookahead from which on more makes it no faster."""
@@ -518,7 +507,7 @@ class HeuristicExplorer(Explorer):
             if num_worse > 1 or not self._could_gain(draft, best):
                 break
             found = self._ledger.evaluated(draft)
-            is_better = found.fits and found.cost * _AS_GOOD < best.cost
+            is_better = found.fits and found.cost * AS_GOOD < best.cost
             num_worse = 0 if is_better else num_worse + 1
             best = found if is_better else best
         return best

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, permutations, product
+from typing import Any
 
+from bireme.bounds import ANY
 from bireme.errors import BiremeError
 from bireme.plan.plan import ranks_that_read
-from bireme.plan.plan_request import Goal
+from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
@@ -106,17 +108,11 @@ def why_homeless(problem: PlanningProblem, outlines: Iterable[Outline]) -> str:
             f"{names[idle[0]]} has private samples, but none of the devices to use is there. Add one of its "
             "devices."
         )
-    request = problem.request
-    fixed = [
-        f"{name} {value}" for name in ("depth", "width") if (value := getattr(request, name)) is not None
-    ]
-    with_these = f" with {' and '.join(fixed)}" if fixed else ""
-    schedule = "any schedule" if request.schedule == "auto" else request.schedule
     remedies = list(_remedies(problem))
     would = f" What would do: {'; or '.join(remedies)}." if remedies else " Use more of their devices."
     return (
-        f"No plan{with_these} for {schedule} keeps private samples at home: each of {owners} needs a replica "
-        f"whose first and last stage are on its own devices.{would}"
+        f"No plan{problem.request.shape_words} keeps private samples at home: each of {owners} needs a "
+        f"replica whose first and last stage are on its own devices.{would}"
     )
 
 
@@ -125,16 +121,23 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
     request = problem.request
     if request.schedule != "zbv" and not request.synchronous and _would(problem, schedule="zbv"):
         yield "the schedule zbv, which comes back to its first device"
-    elif request.schedule != "auto" and _would(problem, schedule="auto"):
-        yield "another schedule (auto)"
-    for name in ("depth", "width"):
-        value = getattr(request, name)
-        if value is not None and _would(problem, **{name: None}):
-            yield f"another {name} than {value}"
+    yield from (words for words, changes in given_up(request) if _would(problem, **changes))
     if request.depth is not None and request.width is not None and _would(problem, depth=1, width=None):
         yield "a whole replica on each (depth 1)"
     if request.devices and _would(problem, devices=()):
         yield "all devices"
+
+
+def given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of the request about a plan's shape, in words, and the request without each."""
+    if request.schedule != "auto":
+        yield "another schedule (auto)", {"schedule": "auto"}
+    for name in ("depth", "width"):
+        value = getattr(request, name)
+        if value is not None:
+            yield f"another {name} than {value}", {name: None}
+    if isinstance(request.stage_widths, tuple):
+        yield "stages of any width", {"stage_widths": ANY}
 
 
 def _would(problem: PlanningProblem, **changes: object) -> bool:

@@ -6,9 +6,8 @@ Whether anything fits is asked of the exact partition, which knows the bytes of 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from bireme.bounds import bytes_text
 from bireme.capabilities import exclusion
@@ -16,16 +15,15 @@ from bireme.codec.sum_description import DENSE_SUMS
 from bireme.errors import BiremeError
 from bireme.plan.forecast import NothingFits, StageForecast
 from bireme.plan.partition.loads import DeviceRow, DeviceSlot, Recompute, RowLink, StageSetting, loads_of
-from bireme.plan.partition.partition import Misfit, Partition, exact
-from bireme.plan.plan_request import PlanRequest, TierLimits
+from bireme.plan.partition.partition import Partition, exact
+from bireme.plan.plan_request import TierLimits
 from bireme.plan.search.cutting import loads_on
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.evaluated import EvaluatedDraft
-from bireme.plan.search.mapping import keeps_home, promising_grids
+from bireme.plan.search.mapping import given_up, keeps_home, promising_grids
 from bireme.plan.search.paged_walk import PagedWalk
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline, Outlines
-from bireme.plan.widths import ANY
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.schedule.catalogue import schedule_named
 
@@ -44,25 +42,6 @@ _MOST_MORE = 64
 """Devices more to think of."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Near:
-    """A plan that does not fit."""
-
-    outline: Outline
-    grid: Grid
-    stages: tuple[StageForecast, ...]
-
-    @property
-    def missing(self) -> list[float]:
-        """What each stage takes more than its device has."""
-        return [max(stage.peak_bytes - stage.limit_bytes, 0.0) for stage in self.stages]
-
-    @property
-    def most_missing(self) -> float:
-        """What the worst one misses."""
-        return max(self.missing)
-
-
 def fitting_drafts(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[Draft]:
     """Drafts that fit by the account of the partition, of the shapes that take the fewest bytes."""
     yield from (found for found in _asked(problem, shapes) if isinstance(found, Draft))
@@ -76,40 +55,46 @@ def nearest_misfit(
     `evaluated` are plans that were simulated and do not fit: all there is of several stages on a rank, of
     which the partition knows no bytes.
     """
-    asked = [found for found in _asked(problem, shapes) if isinstance(found, _Near)]
-    simulated = [_Near(one.draft.outline, one.draft.grid, one.forecast.stages) for one in evaluated]
-    near = min(
-        [*asked, *simulated],
-        key=lambda one: (one.most_missing, one.outline.num_devices),
-        default=None,
-    )
+    asked = [found for found in _asked(problem, shapes) if isinstance(found, NothingFits)]
+    simulated = [_nothing(problem, one.draft.outline, one.forecast.stages) for one in evaluated]
+    near = min([*asked, *simulated], key=lambda one: (one.missing_bytes, _num_devices(one)), default=None)
     if near is None and problem.owners and not problem.pins:
         raise BiremeError(
             "No plan keeps private samples at home: the model reads inputs in its units "
             f"{', '.join(map(str, problem.readers))}, whose stages must all be on the owner's devices. Put a "
             "whole replica there (depth 1)."
         )
-    if near is None or near.most_missing == math.inf:
-        freed = [words for words, changes in _given_up(problem.request) if _would_fit(problem, **changes)]
+    if near is None or near.missing_bytes == math.inf:
+        freed = [words for words, changes in given_up(problem.request) if _would_fit(problem, **changes)]
         instead = f", or plan with {' or '.join(freed)}" if freed else ""
         raise BiremeError(f"No plan keeps all pinned units on their devices. Pin fewer of them{instead}.")
-    stage = near.missing.index(near.most_missing)
+    return near
+
+
+def _num_devices(nothing: NothingFits) -> int:
+    return len({device for stage in nothing.stages for device in stage.devices})
+
+
+def _nothing(problem: PlanningProblem, outline: Outline, stages: tuple[StageForecast, ...]) -> NothingFits:
+    """That a plan of these stages does not fit."""
+    missing = [max(stage.peak_bytes - stage.limit_bytes, 0.0) for stage in stages]
+    stage = missing.index(max(missing))
     return NothingFits(
-        schedule=near.outline.schedule,
-        depth=near.outline.num_ranks,
-        width=near.outline.width,
-        micro_batch=max(near.outline.sizes),
-        stages=near.stages,
+        schedule=outline.schedule,
+        depth=outline.num_ranks,
+        width=outline.width,
+        micro_batch=max(outline.sizes),
+        stages=stages,
         stage=stage,
-        device=_tightest(problem, near.stages[stage].devices),
-        missing_bytes=near.most_missing,
+        device=_tightest(problem, stages[stage].devices),
+        missing_bytes=missing[stage],
     )
 
 
-def _near_of(problem: PlanningProblem, outline: Outline, grid: Grid, misfit: Misfit) -> _Near:
-    return _Near(
+def _near_of(problem: PlanningProblem, outline: Outline, grid: Grid, nearest: Partition) -> NothingFits:
+    return _nothing(
+        problem,
         outline,
-        grid,
         tuple(
             StageForecast(
                 begin=problem.bounds[stage.begin],
@@ -121,7 +106,7 @@ def _near_of(problem: PlanningProblem, outline: Outline, grid: Grid, misfit: Mis
                 limit_bytes=stage.limit_bytes + problem.process_bytes[row[0]],
                 process_bytes=problem.process_bytes[row[0]],
             )
-            for stage, row in zip(misfit.nearest.stages, grid, strict=True)
+            for stage, row in zip(nearest.stages, grid, strict=True)
         ),
     )
 
@@ -131,7 +116,7 @@ def _tightest(problem: PlanningProblem, devices: Sequence[str]) -> str:
     return min(devices, key=lambda name: problem.limits[problem.cluster.number_of(name)])
 
 
-def _asked(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[_Near | Draft]:
+def _asked(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[NothingFits | Draft]:
     """The shapes that take the fewest bytes, on likely mappings: drafts that fit, and misfits."""
     seen: set[tuple[str, int, int, int]] = set()
     num_asked = 0
@@ -143,7 +128,7 @@ def _asked(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[_Nea
         for grid in islice(promising_grids(problem, outline), 3):
             num_asked += 1
             found = exact(loads_on(problem, outline, grid))
-            if isinstance(found, Misfit):
+            if not found.fits:
                 yield _near_of(problem, outline, grid, found)
                 continue
             cuts = tuple(problem.bounds[cut] for cut in found.cuts)
@@ -182,7 +167,7 @@ class Remedies:
         self._more_memory()
 
     def _try_giving_up(self) -> None:
-        for words, changes in _given_up(self._request):
+        for words, changes in given_up(self._request):
             if self._fits(None, **changes):
                 self.enough.append(words)
 
@@ -308,18 +293,6 @@ def _changed(problem: PlanningProblem, profile: Profile | None, **changes: objec
     return PlanningProblem(profile or problem.profile, problem.cluster, request)
 
 
-def _given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parts of the request about a plan's shape, in words, and the request without each."""
-    if request.schedule != "auto":
-        yield "another schedule (auto)", {"schedule": "auto"}
-    for name in ("depth", "width"):
-        value = getattr(request, name)
-        if value is not None:
-            yield f"another {name} than {value}", {name: None}
-    if isinstance(request.stage_widths, tuple):
-        yield "stages of any width", {"stage_widths": ANY}
-
-
 def _learns_all(profile: Profile) -> bool:
     """Whether most weights learn: an adapter would leave them frozen."""
     learning = sum(unit.parameter_bytes for unit in profile.units)
@@ -408,7 +381,7 @@ def _devices_more(problem: PlanningProblem, nothing: NothingFits) -> int | None:
             (RowLink(),) * (depth - 1),  # bytes do not depend on the links
         )
         setting = StageSetting(name, max(num_microbatches, depth), request.recompute, has_masters=has_masters)
-        return isinstance(exact(loads_of(chain, line, setting)), Partition)
+        return exact(loads_of(chain, line, setting)).fits
 
     more = 1
     while more < most and not fits(more):

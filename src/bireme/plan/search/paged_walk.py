@@ -60,7 +60,7 @@ _APART_AHEAD = (1, 4, 16)
 
 
 AS_GOOD = 1.001
-"""A thousandth of a batch is not worth another part or a longer sweep."""
+"""A thousandth of a batch is not worth another part, a longer sweep or another stashed micro-batch."""
 
 
 class PagedWalk:
@@ -88,7 +88,7 @@ class PagedWalk:
 
     def fits(self, draft: Draft) -> bool:
         """Whether a draft fits without paging."""
-        return has_room(self._evaluator.forecast(draft))
+        return self._evaluator.forecast(draft).fits
 
     def best_from(self, seed: Draft, least_cost: float, most_cost: float = math.inf) -> Candidate | None:
         """The best plan that is found from one that may not fit, and costs that with room for everything.
@@ -144,7 +144,7 @@ class PagedWalk:
         problem = PlanningProblem(self._problem.profile, self._problem.cluster, enough)
         if max(problem.limits) >= num_bytes:
             try:
-                _paging(PlanEvaluator(problem), least, host_updates=self._allowed[0])
+                PlanEvaluator(problem).paging(least, host_updates=self._allowed[0])
             except TierTooSmallError as error:
                 return error
         return NoRoomError(
@@ -284,11 +284,6 @@ class PagedWalk:
         self._seen[draft], self._fitting[draft] = forecast, fitting
         return forecast
 
-    @property
-    def _has_reason(self) -> bool:
-        """Whether a refusal could give a number already."""
-        return bool(self._too_large) or isinstance(self._error, TierTooSmallError)
-
     def _overflows(self, draft: Draft) -> bool:
         """Whether a rank keeps more than all its tiers hold: first by its state, which needs no program, then
         by the peak of its program.
@@ -311,30 +306,28 @@ class PagedWalk:
     def _fitting_at(self, draft: Draft, *, host_updates: bool) -> tuple[Forecast, Draft] | None:
         """What a draft promises that updates there, and the draft so; None where it does not fit."""
         try:
-            if self._has_reason and self._overflows(draft):
-                return None  # planning its copies would take long
+            # Planning the copies of a draft that cannot fit takes long, unless a refusal needs its numbers.
+            has_reason = self._too_large or isinstance(self._error, TierTooSmallError)
+            if has_reason and self._overflows(draft):
+                return None
             placed = draft
             if self._problem.request.memory is not None:
-                placed = replace(draft, paging=_paging(self._evaluator, draft, host_updates=host_updates))
+                placed = replace(draft, paging=self._evaluator.paging(draft, host_updates=host_updates))
             found = self._evaluator.forecast(placed, is_brief=True)
         except TierTooSmallError as error:
-            self._note(draft, error, host_updates=host_updates)
+            if error.tier == "device":
+                self._too_large.append((draft, host_updates))
+            else:
+                self._error = error
             return None
         except BiremeError as error:
             self._error = self._error or error
             return None
-        return (found, placed) if has_room(found) else None
-
-    def _note(self, draft: Draft, error: TierTooSmallError, *, host_updates: bool) -> None:
-        """Remember what was too large."""
-        if error.tier == "device":
-            self._too_large.append((draft, host_updates))
-        else:
-            self._error = error
+        return (found, placed) if found.fits else None
 
     def _needed_bytes(self, draft: Draft, host_updates: bool) -> float:
         """What the device of every rank must have at the least."""
-        paging = self._evaluator.paging(draft, ahead=1, updates_together=False, host_updates=host_updates)
+        paging = self._evaluator.paging(draft, host_updates=host_updates)
         assert paging is not None, "what does not fit pages"
         program = draft.resident_program()
         return least_device_bytes(program, paging.cut(program), is_summed=paging.is_summed)
@@ -399,17 +392,6 @@ class PagedWalk:
             plan = draft.plan(self._problem.names, codecs)
             self._candidates[draft] = Candidate(plan, self._evaluator.forecast(draft))
         return self._candidates[draft]
-
-
-def has_room(promised: Forecast) -> bool:
-    """Whether a plan fits its devices."""
-    return all(stage.peak_bytes <= stage.limit_bytes for stage in promised.stages)
-
-
-def _paging(evaluator: PlanEvaluator, draft: Draft, *, host_updates: bool) -> Paging | None:
-    """The paging of a draft. Several parts are updated together: the copies of an update take long."""
-    together = draft.outline.stages_per_rank > 1
-    return evaluator.paging(draft, ahead=1, updates_together=together, host_updates=host_updates)
 
 
 def _waits(forecast: Forecast | None) -> bool:
@@ -536,11 +518,7 @@ def _check_updates(profile: Profile, request: PlanRequest) -> None:
 
 def with_room(cluster: Cluster) -> Cluster:
     """The cluster with room for everything."""
-    servers = (
-        replace(server, devices=tuple(replace(device, memory_bytes=_ROOM_BYTES) for device in server.devices))
-        for server in cluster.servers
-    )
-    return replace(cluster, servers=tuple(servers))
+    return cluster.with_devices(lambda device: replace(device, memory_bytes=_ROOM_BYTES))
 
 
 def _with_tiers(problem: PlanningProblem) -> Cluster | None:
@@ -552,18 +530,13 @@ def _with_tiers(problem: PlanningProblem) -> Cluster | None:
     budgets = budgets_of(problem, tuple((one,) for one in numbers))
     if all(one.host_bytes is None for one in budgets):
         return None
-    room = [
+    room = (
         _ROOM_BYTES
         if own.host_bytes is None
         else int(_TIERS_FILLED * (own.device_bytes + own.host_bytes + own.disk_bytes)) + process_bytes
         for own, process_bytes in zip(budgets, problem.process_bytes, strict=True)
-    ]
-    left = iter(room)
-    servers = tuple(
-        replace(server, devices=tuple(replace(device, memory_bytes=next(left)) for device in server.devices))
-        for server in problem.cluster.servers
     )
-    return replace(problem.cluster, servers=servers)
+    return problem.cluster.with_devices(lambda device: replace(device, memory_bytes=next(room)))
 
 
 def _fit(limited: Cluster, problem: PlanningProblem, seed: Candidate) -> bool:

@@ -6,11 +6,12 @@ Units that must stay together are one unit of the merged chain, so that no parti
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from bireme.bounds import widths_text
 from bireme.capabilities import exclusion, refuse_excluded
 from bireme.cluster.catalogue import namesake
 from bireme.cluster.cluster import Cluster, Lane, Link, Overlap
@@ -23,12 +24,11 @@ from bireme.plan.codec_costs import with_fewer_bytes
 from bireme.plan.partition.chain import Chain, Seconds, chain_of
 from bireme.plan.plan import check_servers
 from bireme.plan.plan_request import AUTO, Goal, PlanRequest
-from bireme.plan.widths import widths_text
 from bireme.profile.estimate import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
-from bireme.simulate.links import ring_curved
+from bireme.simulate.links import ring_curved, round_trip_s
 
 _UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
 """Schedules whose updates can come early."""
@@ -106,8 +106,18 @@ class PlanningProblem:
         self._check_numbers()
         self._chains: dict[tuple[int, int], Chain] = {}
         self._merged: dict[tuple[int, int, float, int, bool], Chain] = {}
-        self._paths: dict[tuple[int, int], tuple[Lane, ...]] = {}
-        self._stops: dict[tuple[int, int], tuple[float, Overlap]] = {}
+        self.path: Callable[[int, int], tuple[Lane, ...]] = cache(cluster.path)
+        """The lanes between two devices."""
+        self.latency: Callable[[int, int], float] = cache(cluster.latency)
+        self.overlap: Callable[[int, int], Overlap] = cache(cluster.overlap)
+        self.round_trip_s: Callable[[frozenset[int]], float] = cache(partial(round_trip_s, cluster))
+        """The latency of a message there and back between two of some devices: see `links.round_trip_s`."""
+
+    @property
+    def sums_in_rounds(self) -> bool:
+        """Whether the sums over replicas are rounds, each granted and committed by the coordinator."""
+        rounds = self.request.rounds
+        return rounds is not None and not rounds.averages and self.request.sites == 1
 
     def compiler_bytes(self, rule: Rule, width: int, begin: int, end: int) -> int:
         """Memory of numba in a process that tries steps of these units of the profile in a compiled loop."""
@@ -137,24 +147,18 @@ class PlanningProblem:
     def updates_early(self, schedule: str, depth: int, sizes: Sequence[int]) -> bool:
         """Whether plans of a schedule and depth update early, with these micro-batches in their replicas.
 
-        That saves memory, and costs no time where what ranks sum at a batch's end takes no longer than a
-        forward: a few numbers, and no gradients over replicas or of parameters that units share.
+        That saves memory, and costs no time where ranks agree on a batch within a forward: where they sum no
+        gradients over replicas or of parameters that units share.
         """
         if schedule not in _UPDATING_EARLY or len(sizes) > 1 or self._shares_parameters:
             return False
         fastest = max(self.most_speeds[device] for device in self.devices)
         forward_s = float(self.whole(sizes[0]).forward_s.sum()) / depth / fastest
-        return 2 * (depth - 1) * self.longest_latency_s <= forward_s
+        return depth == 1 or self.round_trip_s(frozenset(self.devices)) <= forward_s
 
     @cached_property
     def _shares_parameters(self) -> bool:
         return any(held.gradient_bytes for unit in self.profile.units for held in unit.tied)
-
-    @cached_property
-    def longest_latency_s(self) -> float:
-        """No less than the latency between any two devices, by way of the first."""
-        first, *others = self.devices
-        return 2 * max((self.cluster.latency(first, other) for other in others), default=0.0)
 
     @property
     def is_symmetric(self) -> bool:
@@ -285,20 +289,6 @@ class PlanningProblem:
         """How far messages overlap with work where the plan is run, whatever the links allow."""
         return self.request.overlaps.get(schedule, Overlap.FULL)
 
-    def path(self, source: int, destination: int) -> tuple[Lane, ...]:
-        """The lanes between two devices."""
-        ends = source, destination
-        if ends not in self._paths:
-            self._paths[ends] = self.cluster.path(source, destination)
-        return self._paths[ends]
-
-    def latency_and_overlap(self, source: int, destination: int) -> tuple[float, Overlap]:
-        """The seconds a message is late between two devices, and which end computes meanwhile."""
-        ends = source, destination
-        if ends not in self._stops:
-            self._stops[ends] = self.cluster.latency(*ends), self.cluster.overlap(*ends)
-        return self._stops[ends]
-
     @cached_property
     def _has_curves(self) -> bool:
         return self.cluster.has_curves
@@ -310,17 +300,6 @@ class PlanningProblem:
     def ring_curved(self, devices: Sequence[int]) -> tuple[Link, ...]:
         """The same of a ring over these devices."""
         return ring_curved(self.cluster, devices) if self._has_curves else ()
-
-    def penalty(
-        self, schedule: str, num_stages: int, num_microbatches: int, width: int, *, lookahead: int = 0
-    ) -> float:
-        """What a shape costs in steps, if that is minded, but for what codecs on its boundaries do."""
-        rule, optimizer = schedule_named(schedule).rule, self.profile.optimizer
-        steps = self.request.penalty(
-            rule, optimizer, num_stages, num_microbatches, lookahead=lookahead, width=width
-        )
-        steps *= self.request.agreement_penalty(width, optimizer, rule)
-        return steps * self.request.sum_penalty(width, optimizer)
 
     def _pins(self) -> Mapping[int, int]:
         """The device of each pinned unit of the merged chain."""
@@ -357,39 +336,32 @@ class PlanningProblem:
         return (wish,)
 
     def _check_numbers(self) -> None:
-        check_numbers(self.request, len(self.devices))
+        request, num_devices = self.request, len(self.devices)
+        if request.largest_batch is not None and request.largest_batch < request.batch_size:
+            raise BiremeError(
+                f"The largest batch is {request.largest_batch}, but the batch size is {request.batch_size}. "
+                "Swap the two."
+            )
+        asked = request.stage_widths
+        if request.least_devices > num_devices:
+            words = f"Depth {request.depth or 1} times width {request.width or 1} needs"
+            if isinstance(asked, tuple):
+                words = f"No plan with stage widths {widths_text(asked)} is possible: its stages need"
+            raise BiremeError(
+                f"{words} {request.least_devices} devices, but {num_devices} may be used. Make one of them "
+                "smaller."
+            )
         unknown = next((device for device in self.devices if not self.watts[device]), None)
-        if self.request.goal is Goal.ENERGY and unknown is not None:
+        if request.goal is Goal.ENERGY and unknown is not None:
             raise BiremeError(
                 f"{self.names[unknown]} has no watts in the cluster file, so energy cannot be planned for. "
                 "Give all devices their watts, or take another objective."
             )
-        asked = self.request.stage_widths
-        depth = len(asked) if isinstance(asked, tuple) else self.request.depth or 1
+        depth = len(asked) if isinstance(asked, tuple) else request.depth or 1
         if depth > self.num_units:
             raise BiremeError(
                 f"{self.num_units} units that may be separated cannot make {depth} stages: each needs one."
             )
-
-
-def check_numbers(request: PlanRequest, num_devices: int) -> None:
-    """Refuse a request that no model could be planned by."""
-    if request.largest_batch is not None and request.largest_batch < request.batch_size:
-        raise BiremeError(
-            f"The largest batch is {request.largest_batch}, but the batch size is {request.batch_size}. "
-            "Swap the two."
-        )
-    if isinstance(request.stage_widths, tuple) and request.least_devices > num_devices:
-        raise BiremeError(
-            f"No plan with stage widths {widths_text(request.stage_widths)} is possible: its stages need "
-            f"{request.least_devices} devices, but {num_devices} may be used. Make one of them smaller."
-        )
-    depth, width = request.depth or 1, request.width or 1
-    if request.least_devices > num_devices:
-        raise BiremeError(
-            f"Depth {depth} times width {width} needs {request.least_devices} devices, but {num_devices} may "
-            "be used. Make one of them smaller."
-        )
 
 
 def _unit_s(chain: Chain) -> Seconds:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from bireme.bounds import EQUAL
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash
 from bireme.errors import BiremeError
@@ -29,7 +30,6 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.plan.search.unequal_widths import UnequalExplorer
 from bireme.plan.search.ways import with_best_way
-from bireme.plan.widths import EQUAL, widths_text
 from bireme.profile.profile import Profile
 from bireme.schedule.budgets import TierTooSmallError
 from bireme.timeline.timeline import Timeline
@@ -209,15 +209,8 @@ def _no_shape(problem: PlanningProblem, refusal: str) -> str:
     batch = f"{request.batch_size}"
     if request.largest_batch:
         batch += f" to {request.largest_batch}"
-    fixed = [
-        f"{name} {value}" for name in ("depth", "width") if (value := getattr(request, name)) is not None
-    ]
-    if isinstance(request.stage_widths, tuple):
-        fixed.append(f"stage widths {widths_text(request.stage_widths)}")
-    shape = f" with {' and '.join(fixed)}" if fixed else ""
-    schedule = "any schedule" if request.schedule == "auto" else request.schedule
     if refusal:
-        return f"No plan{shape} for {schedule} makes batches of {batch} samples. {refusal}"
+        return f"No plan{request.shape_words} makes batches of {batch} samples. {refusal}"
     rules = (
         "a batch is width times micro-batches times their samples, and a pipeline of two weight versions "
         "needs as many micro-batches as stages"
@@ -228,7 +221,7 @@ def _no_shape(problem: PlanningProblem, refusal: str) -> str:
             "stage, or of all stages with two weight versions"
         )
     return (
-        f"No plan{shape} for {schedule} makes batches of {batch} samples out of whole micro-batches of "
+        f"No plan{request.shape_words} makes batches of {batch} samples out of whole micro-batches of "
         f"{sizes}: {rules}. Use another batch size, or profile smaller micro-batches."
     )
 

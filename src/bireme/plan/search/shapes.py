@@ -23,6 +23,7 @@ from itertools import combinations
 import numpy as np
 
 from bireme.errors import BiremeError
+from bireme.plan.forecast import PlanKind
 from bireme.plan.search.problem import PlanningProblem
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.generators.shape import Shape as ScheduleShape
@@ -96,9 +97,24 @@ class Outline:
         return _rank_of_stage(self.schedule, self.num_stages, self.num_microbatches, self.stages_per_rank)
 
     @property
+    def kind(self) -> PlanKind:
+        """The kind of its plans."""
+        return PlanKind.of(self.schedule, self.num_stages, self.width)
+
+    @property
     def num_devices(self) -> int:
         """How many devices it takes."""
         return sum(self.stage_widths) or self.num_ranks * self.width
+
+    def penalty(self, problem: PlanningProblem, lookahead: int = 0) -> float:
+        """The cost in steps, if steps count for the goal, but for the part of codecs on stage boundaries."""
+        request, optimizer = problem.request, problem.profile.optimizer
+        rule, width = schedule_named(self.schedule).rule, self.most_replicas
+        steps = request.penalty(
+            rule, optimizer, self.num_stages, self.microbatches_of_rank, lookahead=lookahead, width=width
+        )
+        steps *= request.agreement_penalty(width, optimizer, rule)
+        return steps * request.sum_penalty(width, optimizer)
 
 
 @lru_cache(maxsize=4096)

@@ -15,8 +15,9 @@ from bireme.plan.plan_request import UNEQUAL_WIDTHS
 from bireme.plan.search.cutting import recompute_sets
 from bireme.plan.search.draft import Draft, Grid
 from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
-from bireme.plan.search.explorers import Explorer
+from bireme.plan.search.explorers import FEW, LEAST_INSTRUCTIONS, MOST_INSTRUCTIONS, Explorer
 from bireme.plan.search.mapping import device_orders, exchanged
+from bireme.plan.search.paged_walk import AS_GOOD
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
 from bireme.plan.search.stage_widths import (
@@ -46,20 +47,11 @@ _MOST_STAGES = 8
 _MOST_ORDERS = 3
 """Orders of the devices."""
 
-MOST_INSTRUCTIONS, LEAST_INSTRUCTIONS = 20_000, 8_000
-"""Instructions that are simulated, with few devices and with many; the walk may simulate the fewer again."""
-
-_FEW = 16
-"""Devices; with more, less is simulated."""
-
 _AHEAD = (1, 2, 4, 8, 16, 32)
 """Lookaheads that are tried if links take time."""
 
 _FAR = 1.25
 """A plan that is predicted to be this many times as slow as the best plan is not simulated."""
-
-_AS_GOOD = 1.001
-"""A thousandth of a batch is not worth another stashed micro-batch."""
 
 
 class UnequalExplorer(Explorer):
@@ -70,7 +62,7 @@ class UnequalExplorer(Explorer):
     ) -> None:
         super().__init__(problem, outlines, ledger)
         self._is_brief = is_brief
-        share = min(1.0, _FEW / len(problem.devices))
+        share = min(1.0, FEW / len(problem.devices))
         self._most = ledger.evaluator.num_instructions + max(
             LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * share)
         )
@@ -227,7 +219,7 @@ class UnequalExplorer(Explorer):
             if lookahead > most or self._is_over(best.draft, best):
                 break
             found = self._ledger.evaluated(replace(best.draft, lookahead=lookahead))
-            if not found.fits or found.cost * _AS_GOOD >= best.cost:
+            if not found.fits or found.cost * AS_GOOD >= best.cost:
                 break
             best = found
         return best
@@ -245,7 +237,7 @@ class UnequalExplorer(Explorer):
                 if self._is_over(draft, best):
                     continue
                 found = self._evaluated(draft)
-                if found is not None and found.cost * _AS_GOOD < best.cost:
+                if found is not None and found.cost * AS_GOOD < best.cost:
                     best, is_better = found, True
                     break
 
@@ -261,8 +253,8 @@ class UnequalExplorer(Explorer):
                     rows[taker].append(rows[giver].pop())
                     if rows[giver]:
                         yield from self._on(draft, tuple(map(tuple, rows)))
-        if len(problem.devices) <= _FEW:
-            for grid in islice(exchanged(problem, draft.grid), 2 * _FEW):
+        if len(problem.devices) <= FEW:
+            for grid in islice(exchanged(problem, draft.grid), 2 * FEW):
                 yield from self._on(draft, grid)
 
     def _on(self, draft: Draft, grid: Grid) -> Iterator[Draft]:

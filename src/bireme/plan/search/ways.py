@@ -207,7 +207,7 @@ class _Way:
             plan = replace(one.plan, codecs=coded)
             if self.is_known(replace(one, plan=plan)):
                 candidate = Candidate(plan, evaluator.forecast(draft))
-                found += [candidate] if candidate.fits else []
+                found += [candidate] if candidate.forecast.fits else []
         return [*self._named(found)]
 
     def refined(self, best: Candidate) -> Candidate:
@@ -219,7 +219,7 @@ class _Way:
             for one in tried:
                 other = replace(draft, codecs=(*draft.codecs[:boundary], one, *draft.codecs[boundary + 1 :]))
                 promised = evaluator.forecast(other)
-                if Candidate(best.plan, promised).fits and promised.cost(goal) < forecast.cost(goal):
+                if promised.fits and promised.cost(goal) < forecast.cost(goal):
                     draft, forecast = other, promised
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         return Candidate(replace(best.plan, codecs=draft.plan(problem.names, codecs).codecs), forecast)

@@ -5,11 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bireme.balance import Policy
-from bireme.bounds import bytes_of, bytes_per_s_of
+from bireme.bounds import ANY, bytes_of, bytes_per_s_of, parse_stage_widths, widths_text
 from bireme.codec.description import BoundaryCodecs, parse_codec
 from bireme.errors import BiremeError
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
-from bireme.plan.widths import ANY, parse_stage_widths, widths_text
 from bireme.train.run_file.table import (
     Devices,
     Samples,
