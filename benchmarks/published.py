@@ -54,10 +54,22 @@ from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.profile import Profile
 from bireme.profile.shape_profile import profile_of_shape
+from bireme.simulate.links import ring_share
 
 LINK_SHARE, SHARED_LINK_SHARE = map(likely_share, (LINK_SHARES, SHARED_LINK_SHARES))
 """The shares of their rate that links attain, and those that several GPUs of a server share, as in
 `bireme fit`.
+"""
+
+NCCL_OF_2019 = 10.7e9 / 8
+"""Bytes a second that NCCL 2.4.6 attained in May 2019 between two servers of eight V100 at Amazon, in sums of
+300 million gradients, whatever the network could carry: iperf had 92 Gbit/s there (NVIDIA/nccl on GitHub,
+issue 209, comment of 2019-05-12). Amazon's servers with 25 Gbit/s of PipeDream had NCCL of that version.
+"""
+
+GLOO_S_PER_BYTE = 0.5e-9
+"""Seconds of a core in which gloo sends a byte on in a sum over processes of one machine: measured with two
+and with four (torch 2.13, Intel Xeon). On a machine with eight A100 each process has cores of its own.
 """
 
 GPT_3_8B = Model("GPT 3.8B", 32, 3072, 32)
@@ -151,11 +163,8 @@ def megatron_forecast(
         micro_batch_sizes=(size,) * width,
         devices=tuple(tuple(names[stage * width : (stage + 1) * width]) for stage in range(depth)),
     )
-    servers = (
-        replace(one, devices=tuple(replace(own, process_bytes=process_bytes) for own in one.devices))
-        for one in p3_16xlarge(-(-len(names) // 8)).servers
-    )
-    cluster = attained(Cluster(tuple(servers)))
+    servers = p3_16xlarge(-(-len(names) // 8))
+    cluster = attained(servers.with_devices(lambda own: replace(own, process_bytes=process_bytes)))
     request = PlanRequest(
         width * num_microbatches * size,
         goal=Goal.THROUGHPUT,
@@ -174,7 +183,7 @@ def paper_rate(model: Model, schedule: str, depth: int, width: int, batch: int) 
         count = batch // width // size
         if count >= depth:
             found = megatron_forecast(model, schedule, depth, width, count, size, checkpointed=True)
-            if found.fits:
+            if found.forecast.fits:
                 return found.forecast.samples_per_s
     raise BiremeError(f"{model.name} does not fit {depth} devices in batches of {batch}.")
 
@@ -255,6 +264,11 @@ def two_bw_bytes() -> Iterator[Published]:
         )
 
 
+FRAGMENTS = (
+    "PyTorch's allocator gives memory in blocks, so tensors never fill a device; a forecast has no blocks"
+)
+
+
 def two_bw_fits() -> Iterator[dict[str, Any]]:
     """Which micro-batches fit eight GPUs under 2bw, by the paper's figure, and by the forecast."""
     process_bytes = catalogue()["v100"].process_bytes or 0
@@ -277,6 +291,7 @@ def two_bw_fits() -> Iterator[dict[str, Any]]:
             "forecast_gb": peak_gb,
             "limit_gb": limit_gb,
             "source": f"{BW}, read off",
+            "cause": "" if fits == (peak_gb <= limit_gb) else FRAGMENTS,
         }
 
 
@@ -307,7 +322,8 @@ def gain(profile: Profile, cluster: Cluster, size: int, **asked: Any) -> float:
 
 def pipedream() -> Iterator[Published]:
     """Epochs of table 1 of the paper, and of its first version."""
-    a, b = attained(cluster_a()), attained(v100s(2, 8, 25e9, 3.125e9))
+    a, b = attained(cluster_a()), v100s(2, 8, LINK_SHARE * 25e9, NCCL_OF_2019)
+    nccl = "; 10.7 Gbit/s between servers, as NCCL 2.4 attained in 2019 (NVIDIA/nccl on GitHub, issue 209)"
     straight = "the pipeline of the paper, with as many stages as in the published code; one replica of each"
     for words, profile, cluster, asked, found, read in (
         ("VGG16, 4 × 4 V100, 10 Gbit/s, 15-1", vgg16(), a, {"stage_widths": (15, 1)}, 5.28, True),
@@ -330,7 +346,7 @@ def pipedream() -> Iterator[Published]:
             "times data parallelism",
             found,
             f"{PIPEDREAM}{'' if read else ' [R]'}",
-            "micro-batches of 64" if "VGG" in words else straight,
+            ("micro-batches of 64" if "VGG" in words else straight) + nccl * (cluster is b),
             partial(gain, profile, cluster, 64, **asked),
         )
     apart, profile = attained(v100s(8, 1, 10e9, 1.25e9)), vgg16(32)
@@ -434,15 +450,16 @@ def patrickstar() -> Iterator[Published]:
             "sequences/s",
             rate,
             PATRICKSTAR,
-            "1,024 tokens, all layers recompute; the GPUs share weights and optimizer, which fit",
-            partial(sharing_rate, shape, size),
-            "PatrickStar keeps the embedding on the host, where gloo sums its gradients, and runs Python "
-            "before and after each module: the same seconds in a batch of 8 as in one of 128",
+            "1,024 tokens, all layers recompute; the GPUs share weights and optimizer, which fit; gloo sums "
+            "the gradients of the embedding on the host (patrickstar/core/preprocess.py on GitHub)",
+            partial(patrickstar_rate, shape, size),
         )
 
 
-def sharing_rate(shape: TransformerShape, size: int) -> float:
-    """Sequences a second of eight replicas that share weights and optimizer."""
+def patrickstar_rate(shape: TransformerShape, size: int) -> float:
+    """Sequences a second of eight replicas that share weights and optimizer. PatrickStar keeps the tables of
+    the embedding on the host, in float32, and sums their gradients there by gloo when a backward ends.
+    """
     profile = likely_profile(shape, "a100-40gb", 1024, (size,))
     request = PlanRequest(
         8 * size,
@@ -454,7 +471,9 @@ def sharing_rate(shape: TransformerShape, size: int) -> float:
         shard="weights",
         goal=Goal.THROUGHPUT,
     )
-    return best_rate(profile, eight("a100-40gb"), request)
+    batch_s = request.batch_size / best_rate(profile, eight("a100-40gb"), request)
+    table_bytes = 4 * (shape.vocab + shape.context) * shape.width
+    return request.batch_size / (batch_s + GLOO_S_PER_BYTE * ring_share(8) * table_bytes)
 
 
 def measure(asked: Namespace) -> Findings:
