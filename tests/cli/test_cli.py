@@ -280,10 +280,25 @@ def test_links_are_as_the_options_say(capsys: Capture) -> None:
     assert steady_s(capsys, *fast, "--link-overlap", "receiver") > steady_s(capsys, *fast)
 
 
-def test_an_option_that_moved_is_refused_with_the_new_one(capsys: Capture) -> None:
-    found = bireme(capsys, "simulate", "--no-overlap")
-    assert found.status == 2
-    assert "--link-overlap receiver" in found.err
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("plan --batch-size 8", "training.batch_size"),
+        ("train --lr 1e-3", "training.learning_rate"),
+        ("simulate --depth 3", "plan.depth"),
+        ("coordinate --codec int8", "links.codec' or 'sync.codec"),
+    ],
+)
+def test_an_option_that_is_a_key_of_the_run_file_is_refused_with_the_key(
+    capsys: Capture, words: str, key: str
+) -> None:
+    verb, option, _ = words.split()
+    found = bireme(capsys, *words.split())
+    assert (found.status, found.out) == (2, "")
+    assert f"bireme {verb}` has no option {option}. Did you mean '{key}'? Set a key by" in found.err
+
+
+def test_an_overlap_that_there_is_not_is_refused(capsys: Capture) -> None:
     unknown = bireme(
         capsys, *with_sets("simulate plan.schedule=1f1b --forward-s 1 --link-overlap both".split())
     )
@@ -388,6 +403,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("schedule --check", "leave out --check"),
         ("schedule 1f1b --stages abc", "Invalid value for '--stages' / '-d'"),
         ("schedule 1f1b --stages abc", "and is 'abc'."),
+        ("export x --to y --format no", "'--format': 'no' is not one of 'safetensors', 'dcp'. See"),
         ("simulate --colour", "No such option"),
         ("frobnicate", "No such command 'frobnicate'"),
         ("schedule 1f1b --comms", "leave out --comms"),
