@@ -6,6 +6,7 @@ not fit becomes one `BiremeError` that names the file, the place, the value and 
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -199,6 +200,8 @@ def _sentence(
     if error["type"] == "missing":
         meaning = _meaning(_table_at(path[:-1], kind), str(path[-1]))
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
+    if error["type"] == _REFUSED:
+        return f"{source}: {place}: {error['msg']}"
     if error["type"] == _RENAMED:
         return (
             f"{source}: {place} is {shown(error['input'])}, which is called {shown(error['ctx']['new'])} now."
@@ -207,10 +210,9 @@ def _sentence(
         known = _types(_table_at(path[:-1], kind))
         hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)
         return f"{source} has an unknown key {place!r}. {hint}"
-    expected = error["msg"]
-    for opening in ("Value error, ", "Input should be ", "Data should be "):
-        expected = expected.removeprefix(opening)
-    return f"{source}: {place} is {shown(error['input'])}; it must be {expected}."
+    expected = re.sub(r"^(?:Value error, |\w+ should be )", "be ", error["msg"])
+    expected = re.sub(r"^\w+ should ", "", expected)
+    return f"{source}: {place} is {shown(error['input'])}; it must {expected}."
 
 
 def called_now(new: str) -> PydanticCustomError:
@@ -218,7 +220,12 @@ def called_now(new: str) -> PydanticCustomError:
     return PydanticCustomError(_RENAMED, "called {new} now", {"new": new})
 
 
-_RENAMED = "renamed"
+def refused(sentence: str) -> PydanticCustomError:
+    """What a validator raises to refuse a value with a sentence of its own."""
+    return PydanticCustomError(_REFUSED, "{sentence}", {"sentence": sentence})
+
+
+_RENAMED, _REFUSED = "renamed", "refused"
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """What an unknown key is called, in a model and in a dataclass."""

@@ -161,7 +161,7 @@ def _bytes(amount: str, key: str) -> int | None:
 
 
 def _codec(value: str) -> str:
-    return str(parsed(value, parse_codec, "a codec"))
+    return str(parsed(value, parse_codec))
 
 
 def _codec_or_auto(value: str) -> str:
@@ -261,7 +261,7 @@ def _widths(value: Any) -> Any:
 
 
 def _stage_widths(value: str) -> str:
-    found = parsed(value, parse_stage_widths, "any, equal, or the replicas of each stage, such as 3-1")
+    found = parsed(value, parse_stage_widths)
     return found if isinstance(found, str) else widths_text(found)
 
 

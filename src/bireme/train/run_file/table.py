@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from bireme.documents import called_now
+from bireme.documents import called_now, refused
 from bireme.errors import BiremeError, RenamedError
 
 OTHER_WORDS: Mapping[str, str] = {
@@ -26,19 +26,19 @@ OTHER_WORDS: Mapping[str, str] = {
 Found = TypeVar("Found")
 
 
-def parsed(value: str, parse: Callable[[str], Found], what: str) -> Found:
-    """What `parse` makes of a value; pydantic names the key of one that is not `what` it must be."""
+def parsed(value: str, parse: Callable[[str], Found]) -> Found:
+    """The value as `parse` reads it. A `BiremeError` of it is shown with the name of the key."""
     try:
         return parse(value)
     except RenamedError as error:
         raise called_now(error.new) from None
     except BiremeError as error:
-        raise ValueError(f"{what}: {str(error).removesuffix('.')}") from None
+        raise refused(str(error)) from None
 
 
 def _filled(value: str) -> str:
     if not value.strip():
-        raise ValueError("not empty")
+        raise ValueError("a text that is not empty")
     return value
 
 
@@ -59,7 +59,7 @@ def _alone(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_filled)]
-Texts = Annotated[tuple[Text, ...], listed('one text or more, such as ["*.bias"]'), BeforeValidator(_alone)]
+Texts = Annotated[tuple[Text, ...], listed('texts such as ["a", "b"]'), BeforeValidator(_alone)]
 Devices = Annotated[int, Field(ge=1, le=4096)]
 Samples = Annotated[int, Field(ge=1, le=10**9)]
 Steps = Annotated[int, Field(ge=1, le=10**9)]

@@ -35,7 +35,7 @@ def _loss(value: str) -> str:
 def _sum_codec(value: str) -> str:
     if value.strip().lower() == AUTO:
         return AUTO
-    return str(parsed(value, parse_sum_codec, "a codec of sums"))
+    return str(parsed(value, parse_sum_codec))
 
 
 PlainName = Annotated[Text, AfterValidator(_plain_name)]

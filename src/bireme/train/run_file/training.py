@@ -136,7 +136,7 @@ def _pair(value: Any) -> Any:
 
 
 def _gradient(value: str) -> str:
-    return str(parsed(value, parse_gradient, "whole or principal:RANK") or "whole")
+    return str(parsed(value, parse_gradient) or "whole")
 
 
 def _or_none(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
