@@ -1,10 +1,8 @@
 """`bireme watch`: the page of a run over HTTP, for a browser on this machine and for no one else."""
 
 import math
-import signal
+import os
 import socket
-import subprocess
-import sys
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,7 +11,6 @@ import pytest
 
 from bireme.report.page.page import LivePage, PageServer
 from tests.support.command import bireme
-from tests.support.patience import patience_s
 from tests.support.run_folders import lines_of, make_run, write_lines
 from tests.support.served_pages import served
 
@@ -106,14 +103,28 @@ def test_what_cannot_be_watched_is_refused_with_a_way_on(
     assert f"Port {port} of 127.0.0.1 cannot be used: Address already in use." in result.err
 
 
-@pytest.mark.slow
-def test_the_command_prints_the_address_and_ends_at_an_interrupt(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "bireme", "watch", str(make_run(tmp_path / "run")), "--no-open"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=patience_s())
-    assert process.returncode == 0, errors
-    assert line.startswith(f"{tmp_path / 'run'} is at http://127.0.0.1:")
-    assert "Traceback" not in errors
+def test_programs_learn_the_address_and_people_that_a_run_has_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed and how it ends is tested with the page `watch.md`."""
+    monkeypatch.setattr(PageServer, "serve_forever", lambda _: None)
+    make_run(tmp_path / "run")
+    for name, has_begun in (("run", True), ("later", False)):
+        result = bireme(capsys, "watch", str(tmp_path / name), "--no-open", "--json")
+        assert result.document["address"].startswith("http://127.0.0.1:")
+        assert result.document["has_begun"] == has_begun
+        assert (f"No run has begun in {tmp_path / name}." in result.err) != has_begun
+
+
+def test_the_newest_run_is_watched_if_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PageServer, "serve_forever", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    assert "There is no run in runs." in bireme(capsys, "watch").err
+    for name, written_s in (("b", 1), ("a", 3), ("c", 2)):
+        log = tmp_path / "runs" / name / "metrics.jsonl"
+        log.parent.mkdir(parents=True)
+        log.touch()
+        os.utime(log, (written_s, written_s))
+    assert bireme(capsys, "watch", "--no-open", "--json").document["run"] == "runs/a"

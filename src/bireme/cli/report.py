@@ -95,8 +95,12 @@ def _write_trace(run: "Run", path: Path) -> None:
 
 def watch(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run that trains, has ended, or has not begun.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run that trains, has ended, or has not begun; by default the newest in runs.",
+        ),
+    ] = None,
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, help="Port of this machine for the page; 0 is a free one."),
@@ -104,24 +108,40 @@ def watch(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Print the address only, and open no browser.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it.
 
-    [dim]bireme watch runs/my-run[/dim]
+    [dim]bireme watch runs/first-run[/dim]
     """
     from bireme.report.page.page import LivePage, PageServer
     from bireme.report.page.run import read_run
 
+    if folder is None:
+        folder = _newest_run(Path("runs"))
     if folder.exists() and (not folder.is_dir() or any(folder.glob("*/metrics.jsonl"))):
         read_run(folder)  # refuses a folder of runs, and names one of them
+    has_begun = (folder / "metrics.jsonl").is_file()
     with PageServer(LivePage(folder, __version__).newest, port) as server, suppress(KeyboardInterrupt):
-        typer.echo(f"{folder} is at {server.address}")
+        if as_json:
+            print_json({"run": str(folder), "address": server.address, "has_begun": has_begun})
+        else:
+            typer.echo(f"{folder} is at {server.address}")
+        if not has_begun:
+            typer.echo(f"bireme: No run has begun in {folder}. The page waits for it.", err=True)
         typer.echo("Ctrl-C ends the page, and not the run.", err=True)
         if not no_open and _has_screen():
             import webbrowser
 
             webbrowser.open(server.address)
         server.serve_forever()
+
+
+def _newest_run(folder: Path) -> Path:
+    begun = {path.stat().st_mtime: path.parent for path in folder.glob("*/metrics.jsonl")}
+    if not begun:
+        raise BiremeError(f"There is no run in {folder}. Name the folder of a run.")
+    return begun[max(begun)]
 
 
 def _has_screen() -> bool:
