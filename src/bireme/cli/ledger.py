@@ -43,7 +43,7 @@ def _show(found: "CheckedLedger") -> None:
     finished = f"{found.num_finished} epochs finished, " if found.per_epoch else ""
     typer.echo(
         f"{found.rounds:,} rounds, {found.samples:,} samples committed, {finished}"
-        f"{document['samples_open']:,} samples dealt and not committed yet"
+        f"{document['samples_open']:,} samples assigned and not committed yet"
     )
     for one in found.members:
         typer.echo(f"from batch {one.batch}: replicas {', '.join(map(str, one.members))}")

@@ -126,7 +126,8 @@ class RunFolder:
         parent = Path(run.log.folder)
         if run.log.name is not None:
             return cls(parent / run.log.name)
-        words = re.sub(r"[^A-Za-z0-9]+", "-", run.model.source.partition(",")[0]).strip("-").lower()
+        model = Path(run.model.source.partition(",")[0].removeprefix("hf:")).name
+        words = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-").lower()
         first = path = parent / f"{now:%Y%m%d-%H%M%S}-{words[:40]}"
         number = 2
         while path.exists():
