@@ -1,7 +1,6 @@
 """What the documents say is so: commands run, code runs, pictures and keys are those of the program."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -19,33 +18,6 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "
 def blocks(document: Path, language: str = "") -> list[str]:
     """The fenced blocks of a document in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def commands() -> list[str]:
-    joined = "\n".join(block for document in DOCUMENTS for block in blocks(document)).replace("\\\n", " ")
-    found = {line for line in joined.splitlines() if line.startswith(("bireme schedule", "bireme simulate"))}
-    return sorted(line for line in found if " NAME" not in line and "run.toml" not in line)
-
-
-def test_there_are_commands_to_try() -> None:
-    assert len(commands()) >= 6
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, marks=[pytest.mark.slow] if "--compare" in command else [])
-        for command in commands()
-    ],
-)
-def test_every_command_in_the_documents_works(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if "my_schedule.csv" in command:
-        bireme(capsys, "schedule", "1f1b", "--csv", "my_schedule.csv")
-    result = bireme(capsys, *shlex.split(command, comments=True)[1:])
-    assert result.status == 0, result.err
 
 
 def test_the_readme_s_python_runs() -> None:

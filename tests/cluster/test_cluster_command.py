@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -278,15 +277,11 @@ def test_a_mistake_is_one_sentence_and_status_2(capsys: Capture, words: list[str
     assert len(result.err.splitlines()) == 1
 
 
-def test_the_commands_and_code_of_the_document_work(
+def test_the_code_of_the_document_works(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "cluster.md").read_text()
-    commands = re.findall(r"^bireme cluster .*$", text, flags=re.MULTILINE)
-    assert len(commands) >= 4
-    for command in commands:
-        assert bireme(capsys, *shlex.split(command)[1:]).status == 0, command
     (file,) = re.findall(r"^```toml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     Path("ours.toml").write_text(file)
     assert read_cluster(Path("ours.toml")).num_devices == 16

@@ -13,7 +13,7 @@ import pytest
 
 from bireme.cli.main import main
 
-__all__ = ["Result", "bireme", "bireme_once", "with_sets"]
+__all__ = ["Result", "bireme", "bireme_once", "run_words", "with_sets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Result:
 
 def bireme(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
     """`bireme WORDS…` with its exit status and what it printed."""
-    status = _run(words)
+    status = run_words(words)
     captured = capsys.readouterr()
     return Result(status, captured.out, captured.err)
 
@@ -41,7 +41,7 @@ def bireme_once(*words: str) -> Result:
     """The same for what several tests look at, where there is no `capsys`."""
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        status = _run(words)
+        status = run_words(words)
     return Result(status, out.getvalue(), err.getvalue())
 
 
@@ -53,7 +53,8 @@ def with_sets(words: Sequence[str]) -> list[str]:
 _SETTING = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 
-def _run(words: Sequence[str]) -> int:
+def run_words(words: Sequence[str]) -> int:
+    """The exit status of `bireme WORDS…`, which prints where this process does."""
     before, sys.argv = sys.argv, ["bireme", *words]
     try:
         main()

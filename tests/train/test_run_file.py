@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import tomllib
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -236,7 +237,9 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```toml\n(.*?)^```", reference_markdown(), flags=re.MULTILINE | re.DOTALL)
     assert loaded(example, tmp_path) != RunFile()
-    (command,) = re.findall(r"^bireme train run.toml (--set .*)$", reference_markdown(), flags=re.MULTILINE)
+    (command,) = re.findall(
+        r"^\$ bireme train run.toml (--set .*)$", reference_markdown(), flags=re.MULTILINE
+    )
     sets = re.findall(r"--set (\S+)", command)
     assert load_run_file(None, sets).training.steps == 500
 
@@ -272,12 +275,12 @@ def test_the_reference_s_examples_are_run_files(tmp_path: Path) -> None:
         ('[plan]\nschedule = "pipedream"', "it must be 'auto', 'sequential', 'gpipe', '1f1b',"),
         ('[log]\nname = "../up"', 'log.name is "../up"; it must be a plain name, without slashes.'),
         ('[log]\nname = ".."', 'log.name is ".."; it must be a plain name, without slashes.'),
-        ('[data]\nsource = " "', 'data.source is " "; it must be not empty.'),
+        ('[data]\nsource = " "', 'data.source is " "; it must be a text that is not empty.'),
         (
             '[model]\nloss = "mean"',
             "it must be cross_entropy, l1, mse, or a function of your own as module:function.",
         ),
-        ("[model]\ntrain = []", 'model.train is []; it must be one text or more, such as ["*.bias"].'),
+        ("[model]\ntrain = []", 'model.train is []; it must be texts such as ["a", "b"].'),
         ("[model]\nfreeze = [3]", "model.freeze[0] is 3; it must be a valid string."),
         ("format = 2", "run.toml: format is 2; it must be 1."),
         ("[model", "run.toml is not TOML:"),
@@ -557,3 +560,17 @@ def test_what_steps_must_be_is_checked_when_epochs_are_counted() -> None:
     run = load_run_file(None, ["training.epochs=1", "training.warmup_steps=6"])
     with pytest.raises(BiremeError, match=r"warmup_steps is 6, but training\.steps is 2"):
         run.counted(64)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("hf:/home/ada/a-long-way/to/the/models/Llama-3.2", "llama-3-2"),
+        ("gpt:layers=4,width=8", "gpt-layers-4"),
+        ("own/model.py:made", "model-py-made"),
+    ],
+)
+def test_a_run_is_named_by_its_date_and_the_last_part_of_its_model(source: str, name: str) -> None:
+    """The first letters of a long path named none."""
+    run = load_run_file(None, [f"model.source={source}"])
+    assert RunFolder.named(run, datetime(2026, 11, 28, 7, 15)).path == Path(f"runs/20261128-071500-{name}")

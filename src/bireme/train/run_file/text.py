@@ -240,10 +240,14 @@ A run file tells `bireme train` what to do. Without one, or with an empty one, i
 GPT on the sources of Python's standard library. `bireme init --for PURPOSE` writes a short file for one
 purpose, and `bireme init --all` a file with every key, commented out and explained.
 
+```console
+$ bireme init run.toml --all
 ```
-bireme init run.toml --all
-bireme train run.toml
-bireme train run.toml --set training.steps=500 --set model.dtype=bfloat16
+
+<!-- not run: the demonstration trains for minutes -->
+```console
+$ bireme train run.toml
+$ bireme train run.toml --set training.steps=500 --set model.dtype=bfloat16
 ```
 
 A run file sets only what differs from the defaults:

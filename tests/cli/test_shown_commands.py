@@ -1,0 +1,227 @@
+"""Every command that a page shows is run, or has a reason why not, and prints what the page shows."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from bireme.cluster.machine import host_name, processor_name
+from bireme.plan.explain import changes
+from bireme.plan.fit import fit
+from bireme.profile import profiler
+from tests.plan.conftest import brief_searches, remember_estimates  # noqa: F401 (fixtures)
+from tests.support.alone import alone
+from tests.support.command import bireme_once, run_words
+from tests.support.copies import Copy
+from tests.support.extent import TRY_ALL
+from tests.support.graphs import remember_captures
+from tests.support.once import made_once
+from tests.support.patience import patience_s
+from tests.support.shown_commands import (
+    PAGES,
+    ROOT,
+    WRITE,
+    Block,
+    ShownCommand,
+    ShownFile,
+    agrees,
+    parts_of,
+    shape_of,
+    unmarked_commands,
+    with_outputs,
+)
+from tests.support.tiny_profiles import LITTLE
+from tests.support.tiny_project import make_project
+
+remember_captures()
+
+HOME = "/home/ada/work"
+"""Where the reader of the pages works."""
+
+RUN = """format = 1
+
+[model]
+source = "gpt:layers=2,width=16,heads=2,vocab=257,context=32"
+
+[data]
+source = "data/texts"
+
+[training]
+steps = 12
+batch_size = 8
+
+[cluster]
+device = "cpu"
+threads_per_worker = 1
+
+[checkpoint]
+every_steps = 4
+
+[log]
+every_steps = 4
+sample_tokens = 16
+"""
+"""What `run.toml` is on pages that do not show it: a run of two seconds."""
+
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def _make_first_run(folder: Path) -> None:
+    """A reader's folder: a model, data, a run file and a run that has ended."""
+    make_project(folder)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "book.txt").write_text((folder / "data" / "texts" / "code.txt").read_text())
+    with pytest.MonkeyPatch.context() as patch, alone():
+        patch.chdir(folder)
+        patch.setattr(profiler, "Effort", lambda: LITTLE)
+        words = "train run.toml --set cluster.workers=1 --set plan.schedule=1f1b --name first-run"
+        done = bireme_once(*words.split())
+    assert done.status == 0, done.err
+    shutil.copytree(folder / "runs" / "first-run", folder / "runs" / "other-run")
+
+
+class Reader:
+    """Types commands in a folder, one after the other."""
+
+    def __init__(self, folder: Path, commands: Iterable[ShownCommand]) -> None:
+        pytest.importorskip("transformers")
+        made = made_once("reader", _make_first_run)
+        shutil.copytree(made, folder, symlinks=True)
+        self._folder = folder
+        self._names = {str(folder): HOME, str(made): HOME, processor_name(): "AMD EPYC"}
+        self._names |= {f"{host_name()}/": "red/"}
+        for command in commands:  # which make what a reader has elsewhere
+            match command.words:
+                case ["bireme", "init", name, *_]:
+                    (folder / name).unlink(missing_ok=True)
+                case ["bireme", "train", *_, "--name", name]:
+                    shutil.rmtree(folder / "runs" / name, ignore_errors=True)
+
+    def write(self, file: ShownFile) -> None:
+        """Save a file that the page shows."""
+        path = self._folder / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+
+    def type(self, command: ShownCommand) -> tuple[int | None, str]:
+        """The exit status of a command and its output."""
+        words = command.words[1:]
+        if command.block.is_long or command.block.is_interrupted:
+            status, text = self._in_a_process(words, command)
+        else:
+            out = StringIO()
+            with redirect_stdout(out), redirect_stderr(out):
+                status = run_words(words)
+            text = out.getvalue()
+        for own, shown in self._names.items():
+            text = text.replace(own, shown)
+        return status, "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+    def _in_a_process(self, words: list[str], command: ShownCommand) -> tuple[int | None, str]:
+        process = Copy(["-m", "bireme", *words], self._folder, first=_into_one_file)
+        try:
+            if command.block.is_interrupted:
+                end_s = time.monotonic() + patience_s()
+                while process.out.read_text().count("\n") < command.shown.count("\n"):
+                    assert process.poll() is None, process.out.read_text()
+                    assert time.monotonic() < end_s, process.out.read_text()
+                    time.sleep(0.02)
+                process.send_signal(signal.SIGINT)
+            text, _ = process.communicate(patience_s())
+            return process.returncode, text
+        finally:
+            process.close()
+
+
+def _into_one_file() -> None:
+    os.dup2(1, 2)
+
+
+def commands_of(page: Path) -> list[ShownCommand]:
+    return [one for one in parts_of(page.read_text(encoding="utf-8")) if isinstance(one, ShownCommand)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("remember_estimates")
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_page_shows_what_its_commands_print(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    parts = [one for one in parts_of(text) if isinstance(one, ShownFile) or _is_run(one)]
+    commands = [one for one in parts if isinstance(one, ShownCommand)]
+    if not commands:
+        pytest.skip("no command of this page is run")
+    if any(command.words[:2] == ["bireme", "plan"] for command in commands):
+        request.getfixturevalue("brief_searches")
+    reader = Reader(tmp_path / "reader", commands)
+    monkeypatch.chdir(tmp_path / "reader")
+    for name, value in {"COLUMNS": "100", "NO_COLOR": "1", "BIREME_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    if not TRY_ALL:
+        monkeypatch.setattr(profiler, "Effort", lambda: LITTLE)
+        monkeypatch.setattr("bireme.plan.explain.changes", lambda *asked: [*changes(*asked)][:2])
+        monkeypatch.setattr("bireme.plan.fit.fit", lambda question, within_s: fit(question, within_s=0.0))
+    outputs = dict[int, str]()
+    for part in parts:
+        if isinstance(part, ShownFile):
+            reader.write(part)
+            continue
+        status, printed = reader.type(part)
+        assert status == part.block.status, f"{part.typed}\n{printed}"
+        if not part.shown or agrees(part, printed):
+            continue
+        if WRITE not in os.environ:
+            assert shape_of(part.shown) == shape_of(printed), (
+                f"{page.name} shows something else: {part.typed}"
+            )
+        outputs[part.begin] = printed
+    if outputs:
+        page.write_text(with_outputs(text, outputs), encoding="utf-8")
+
+
+def _is_run(command: ShownCommand) -> bool:
+    return not command.block.reason and (TRY_ALL or not command.block.is_long)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_of_a_page_is_run_or_has_a_reason(page: Path) -> None:
+    assert unmarked_commands(page.read_text(encoding="utf-8")) == []
+    for command in commands_of(page):
+        if not command.block.reason:
+            assert command.words[0] == "bireme", command.typed
+
+
+def test_most_commands_are_run() -> None:
+    found = [*chain.from_iterable(map(commands_of, PAGES))]
+    assert sum(not one.block.reason for one in found) >= 60
+    assert all(len(one.block.reason) > 10 for one in found if one.block.reason)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "is_equal"),
+    [
+        ("step 12/12  loss 4.01\n41,200 tokens/s", "step 12/12 loss 5.6 9 tokens/s", 1),
+        ("memory 310 MiB, 4 µs", "memory 1.2 GiB, 1 s", 1),
+        ("Wrote 3 files.\n…\nIt … ended.", "Wrote 3 files.\n\nmore\nIt has ended.", 1),
+        ("Wrote 3 files.", "Wrote 4 files.", 0),
+        ("Wrote 3 files.", "Wrote 3 files. And more.", 0),
+        ("memory 3 GiB", "room 3 GiB", 0),
+        ("r is at http://127.0.0.1:41025/abc/", "r is at http://127.0.0.1:1/x-y/", 1),
+        ("gpu0  ━━━━────  8 cores", "gpu0 ━━━ 96 cores", 1),
+        ("gpu0 int8", "gpu1 int8", 0),
+        ("gpu0 int8", "gpu0 int4", 0),
+    ],
+)
+def test_numbers_of_a_machine_may_differ_and_words_and_counts_may_not(
+    shown: str, printed: str, is_equal: bool
+) -> None:
+    assert agrees(ShownCommand("", shown, 0, 0, Block()), printed) == is_equal
