@@ -37,7 +37,7 @@ def terminal_of(words: list[str]) -> list[Text]:
             event = event_in(line)
             text = line.rstrip("\n") if event is None else run.take(event, monotonic())
             if text is not None and not BAR.search(text):
-                above.append(Text.from_ansi(text))
+                above.append(Text.from_ansi(text.replace(str(Path.cwd()), "~")))
             if not found and event and event.kind == "train" and event.step >= SHARE * event.num_steps:
                 found = [*above, Text(), *run.lines(WIDTH - 1, monotonic())]
     if process.returncode or not found:
