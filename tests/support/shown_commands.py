@@ -91,11 +91,11 @@ def parts_of(text: str) -> Iterator[ShownFile | ShownCommand]:
 def _block(how: str) -> Block:
     words, _, reason = how.partition("not run: ")
     known = [word.strip() for word in words.split(",") if word.strip()]
-    status = [int(word.removeprefix("status ")) for word in known if word.startswith("status ")]
+    status = next((int(word.removeprefix("status ")) for word in known if word.startswith("status ")), 0)
     flags = "long", "any numbers", "until Ctrl-C"
     assert {*known} <= {*flags, "status 1", "status 2"}, f"a block of commands has the comment {how!r}"
     is_long, has_any_numbers, is_interrupted = (flag in known for flag in flags)
-    return Block(reason, is_long, has_any_numbers, *status or (0,), is_interrupted)
+    return Block(reason, is_long, has_any_numbers, status, is_interrupted)
 
 
 def unmarked_commands(text: str) -> list[str]:

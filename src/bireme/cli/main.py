@@ -215,7 +215,7 @@ def _usage(error: Any) -> str:
     path = context.command_path if context is not None else "bireme"
     option = getattr(error, "option_name", None)
     if option and context is not None and any(one.name == "set_" for one in context.command.params):
-        from bireme.train.run_file.synonyms import advice
+        from bireme.train.run_file.text import advice
 
         if hint := advice([option.lstrip("-").removeprefix("no-")]):
             return f"bireme: `{path}` has no option {option}. {hint} Set a key by --set KEY=VALUE."
