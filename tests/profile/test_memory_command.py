@@ -164,7 +164,7 @@ def test_a_picture_has_a_rectangle_with_a_name_for_every_large_block(capsys: Cap
         (f"{KEYS} --picture x.png", "x.png ends in .png, but this picture can only be .svg or .html"),
         (f"{KEYS} --picture nowhere/x.svg", "there is no folder"),
         ("--batch 3", "has no option --batch. Did you mean 'training.batch_size'?"),
-        ("--device cuda:1", "bireme memory RUN.toml --set cluster.device=cuda:1"),
+        ("--device cuda:1", "Did you mean 'memory.device' or 'cluster.device'"),
         (GPT, f"--set model.source={GPT}"),
         ("model.source=python:memory_models:lossless", "Linear returns no loss to train on"),
     ],
