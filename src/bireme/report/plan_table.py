@@ -237,7 +237,7 @@ def _shape(plan: Plan, short: PlanSummary) -> str:
     more = "".join(
         (
             f", {counted(plan.lookahead, 'forward')} further ahead" if plan.lookahead else "",
-            f", {plan.num_sliced} micro-batches sliced" if plan.num_sliced else "",
+            f", {counted(plan.num_sliced, 'micro-batch')} sliced" if plan.num_sliced else "",
             f", in sweeps of {plan.sweep}" if plan.sweep > 1 else "",
             f", shared weights of {plan.whole_weights} whole at a time" if plan.whole_weights else "",
             ", updates on the host" if plan.paging is not None and plan.paging.host_updates else "",

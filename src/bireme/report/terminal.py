@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from bireme.bounds import bytes_text, seconds_text
+from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.plan.forecast import TierForecast
 from bireme.report.palette import HUES, Colour, fill, on
 from bireme.schedule.grid import MARKS, NAMES, Drawing, GridText, drawn, grid, opening
@@ -176,7 +176,7 @@ def print_timeline(timeline: Timeline, console: Console, advice: "Lookahead | No
     console.print(
         f"[bold]{escape(program.name)}[/bold]  {program.num_stages} stages on {program.num_ranks} ranks, "
         f"{program.num_microbatches} micro-batches a batch, {program.num_batches} batches"
-        + (f", {program.num_sliced} micro-batches sliced" if program.num_sliced else "")
+        + (f", {counted(program.num_sliced, 'micro-batch')} sliced" if program.num_sliced else "")
     )
     console.print(
         f"{seconds_text(timeline.steady_batch_s)} a batch in the steady state "
