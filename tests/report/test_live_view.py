@@ -244,7 +244,7 @@ def test_a_view_that_fails_passes_all_output_on() -> None:
     assert text.count("a line of much output\n") == 9999
     assert text.index("after False") > text.rindex("a line of much output")
     assert "KeyError: 'loss'" in text
-    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l")
+    assert found.rfind("\x1b[?25h") >= found.rfind("\x1b[?25l")  # it may fail before it draws
     assert "\x1e" not in found
 
 
