@@ -180,6 +180,12 @@ class _Speaker(torch.nn.Module):
         return {"logits": scores}
 
 
+class _NoWeights(dict[str, Any]):
+    """Those of a model that has none."""
+
+    num_bytes = 1
+
+
 def test_the_closing_sample_answers_a_question_and_stops_at_the_end_of_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,9 +204,10 @@ def test_the_closing_sample_answers_a_question_and_stops_at_the_end_of_the_answe
     answer = made.encode("return")
     for prompt, question in (("", "value?"), ("class?", "class?")):
         speaker = _Speaker([*answer, *made.encode("<end>"), *answer])
-        monkeypatch.setattr(text_sample, "_model", lambda _run, _weights, found=speaker: found)
+        loaded = SimpleNamespace(model=speaker)
+        monkeypatch.setattr(text_sample, "load_source", lambda *_, found=loaded, **__: found)
         run = load_run_file(None, [f"log.prompt={prompt}"] if prompt else [])
-        weights: Any = SimpleNamespace(num_bytes=1)
+        weights: Any = _NoWeights()
         text = text_sample.written(run, weights, data)
         assert text == f"[user]{question}[assistant]return"
         assert made.backend.decode(speaker.asked) == f"[user]{question}<end>[assistant]"
@@ -219,9 +226,9 @@ def test_a_model_of_ones_own_that_needs_labels_writes_no_closing_sample(
     """The run ended in a `TypeError` after its weights were saved."""
     (tmp_path / "text.txt").write_text("a text " * 100)
     data = prepare_data(Data(source=str(tmp_path / "text.txt"), length=20), ModelSide({}), 1)
-    monkeypatch.setattr(text_sample, "_model", lambda _run, _weights: _OnlyLoss())
+    monkeypatch.setattr(text_sample, "load_source", lambda *_, **__: SimpleNamespace(model=_OnlyLoss()))
     run = load_run_file(None, ["model.source=mine.py:build"])
-    weights: Any = SimpleNamespace(num_bytes=1)
+    weights: Any = _NoWeights()
     assert text_sample.written(run, weights, data) == ""
 
 

@@ -27,6 +27,7 @@ def test_malformed_messages_to_every_listening_socket_of_a_run_change_nothing(
     assert (found.status, found.ended, found.difference) == (0, 0, 0.0)
     assert found.steps > 0
     assert found.sent >= 30
-    assert [row for row in found.rows if row.more_files > 0 or row.more_threads > 0] == []
+    # A thread may be under way that asks ranks for their memory; those of strangers would be thirty.
+    assert [row for row in found.rows if row.more_files > 0 or row.more_threads > 2] == []
     sockets = " ".join(row.sockets for row in found.rows)
     assert "(all)" not in sockets  # a run on one machine listens on its loopback alone

@@ -141,14 +141,15 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
 def test_a_run_with_an_adapter_writes_what_its_merged_model_writes(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run as stages with the adapter, the merged model with transformers."""
+    """The run with the adapter beside its base, the merged model as transformers would."""
     merged, prompt = str(tmp_path / "merged"), "def function(self"
     assert bireme(capsys, "merge", str(run), "--to", merged, "--json").document["step"] == 8
     words = [prompt, "--tokens", "12", "--temperature", "0", "--json"]
     found = bireme(capsys, "generate", str(run), *words).document
     again = bireme(capsys, "generate", merged, *words).document
     assert (found["step"], again["step"]) == (8, 8)
-    assert ("without a cache" in found["by"], "with a cache" in again["by"]) == (True, True)
+    assert "with a cache" in found["by"]
+    assert "with a cache" in again["by"]
     assert found["ids"] == again["ids"] == greedy(Path(merged), prompt, 12)
 
 
