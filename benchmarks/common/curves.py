@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from bireme.report.palette import AXIS, HUES, INK, PALE_INK, Colour
+from bireme.report.palette import AXIS, HUES, INK, PALE_INK, Colour, darker
 from bireme.report.shapes import Anchor, Line, Picture, Shape, Text, round_step
 
 WIDTH, HEIGHT = 880, 400
@@ -83,7 +83,8 @@ def curve_picture(title: str, panels: Sequence[CurvePanel]) -> Picture:
 
 
 def _hues(count: int) -> list[Colour]:
-    return [HUES[number % len(HUES)] for number in range(count)]
+    hues = [*HUES, *map(darker, HUES)]
+    return [hues[number % len(hues)] for number in range(count)]
 
 
 def _marks(least: float, most: float) -> Iterator[float]:
