@@ -167,7 +167,7 @@ def test_the_table_says_what_it_rests_on(capsys: Capture) -> None:
     assert result.status == 0, result.err
     text = " ".join(result.out.split())
     for part in (
-        "0.124B parameters, qlora",
+        "124M parameters, qlora",
         "hours for 100M",
         "rtx3060 attains 40% to 65% of its matrix rate: estimate",
         "t4 has no hardware for bfloat16",

@@ -60,19 +60,19 @@ def _hours(rate: Range, tokens: float) -> dict[str, float]:
     }
 
 
-def _amount(tokens: float) -> str:
+def _amount(number: float, digits: int = 4) -> str:
     """Such as `100M`."""
-    unit, size = next(((unit, size) for unit, size in _UNITS if tokens >= size), ("", 1.0))
-    return f"{tokens / size:.4g}{unit}"
+    unit, size = next(((unit, size) for unit, size in _UNITS if number >= size), ("", 1.0))
+    return f"{number / size:.{digits}g}{unit}"
 
 
 def print_fit(found: Fit, tokens: float, console: Console) -> None:
     """A row for each machine and for all together, the fastest plan in words, what would help, and notes."""
     question = found.question
     shape = question.shape
-    active = f" ({shape.num_active / 1e9:.3g}B active)" if shape.is_mixture else ""
+    active = f" ({_amount(shape.num_active, 3)} active)" if shape.is_mixture else ""
     console.print(
-        f"[bold]{escape(shape.name)}[/bold], {shape.num_parameters / 1e9:.3g}B parameters{active}, "
+        f"[bold]{escape(shape.name)}[/bold], {_amount(shape.num_parameters, 3)} parameters{active}, "
         f"{question.trained}; batches of {counted(question.batch_size, 'sequence')} of "
         f"{counted(question.length, 'token')}\n"
     )
