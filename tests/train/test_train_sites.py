@@ -12,6 +12,7 @@ from benchmarks.killing.mortal_run import losses_of_one_process
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.train.checkpoint.checkpoint import newest_good
 from tests.support.command import bireme
+from tests.support.extent import TRY_ALL
 from tests.support.training import CUTS, losses, running, settings, write_run
 from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, UNTIED, steady
 from tests.train.test_train_replica_hosts import rounds_of, wait_for_members
@@ -84,6 +85,7 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
     assert check_ledger(run / "ledger.jsonl").is_whole
 
 
+@pytest.mark.skipif(not TRY_ALL, reason="two hosts for a quarter of a minute: BIREME_TESTS=all")
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_site_over_two_hosts_comes_back_as_a_whole_when_a_rank_on_one_of_them_dies(tmp_path: Path) -> None:
