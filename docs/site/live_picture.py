@@ -14,7 +14,7 @@ from time import monotonic
 from rich.console import Console
 from rich.text import Text
 
-from bireme.report.live_run import LiveRun
+from bireme.report.live_view import LiveRun
 from bireme.report.run_lines import EVENTS, event_in
 
 WIDTH = 100
