@@ -42,7 +42,7 @@ from tests.support.tiny_project import make_project
 
 remember_captures()
 
-HOME = "/home/ada/work"
+HOME = "~/work"
 """Where the reader of the pages works."""
 
 RUN = """format = 1

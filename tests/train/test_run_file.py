@@ -565,7 +565,7 @@ def test_what_steps_must_be_is_checked_when_epochs_are_counted() -> None:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("hf:/home/ada/a-long-way/to/the/models/Llama-3.2", "llama-3-2"),
+        ("hf:/models/a-long-way/to/the/models/Llama-3.2", "llama-3-2"),
         ("gpt:layers=4,width=8", "gpt-layers-4"),
         ("own/model.py:made", "model-py-made"),
     ],
