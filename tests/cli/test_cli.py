@@ -402,7 +402,7 @@ def test_a_trace_and_a_picture_are_written(capsys: Capture, tmp_path: Path) -> N
         ("simulate --from x.csv plan.recompute=always", "leave out plan.recompute"),
         ("schedule --check", "leave out --check"),
         ("schedule 1f1b --stages abc", "Invalid value for '--stages' / '-d'"),
-        ("schedule 1f1b --stages abc", "and is 'abc'."),
+        ("schedule 1f1b --stages abc", "'abc' should be a valid integer."),
         ("export x --to y --format no", "'--format': 'no' is not one of 'safetensors', 'dcp'. See"),
         ("simulate --colour", "No such option"),
         ("frobnicate", "No such command 'frobnicate'"),

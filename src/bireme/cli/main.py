@@ -224,6 +224,10 @@ def _usage(error: Any) -> str:
     cause = error.__cause__
     if isinstance(cause, ValidationError):
         message, given = message.replace("Value error, ", ""), repr(str(cause.errors()[0]["input"]))
-        message = message if given in message else f"{message.rstrip('.')}, and is {given}"
+        before, rule, after = message.partition("Input should be")
+        if rule:
+            message = f"{before}{given} should be{after.partition(', unable to')[0]}"
+        elif given not in message:
+            message = f"{message.rstrip('.')}, and is {given}"
     end = "" if message.endswith("?") else "."
     return f"bireme: {message.rstrip('.')}{end} See `{path} --help`."

@@ -103,7 +103,7 @@ def check_ledger(path: Path) -> CheckedLedger:
     """What the ledger at a path says; a last line that was cut is as if it were not there."""
     if not path.is_file():
         raise BiremeError(
-            f"There is no ledger {path}. A run has one if a coordinator deals its samples: with sync.mode "
+            f"There is no ledger {path}. A run has one if a coordinator assigns its samples: with sync.mode "
             'set to "quorum", "groups" or "diloco".'
         )
     read = read_json_lines(path, start="start")
