@@ -28,7 +28,7 @@ def test_codecs_are_measured_once_and_kept_with_a_profile(
         assert min(one.encode_s, one.decode_s, one.back_encode_s, one.back_decode_s) > 0
     save_profile(found, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == found
-    assert not plain_profile(replace(found, codecs=()))["codecs"]
+    assert "codecs" not in plain_profile(replace(found, codecs=()))
 
     monkeypatch.setattr(codec_timing, "_median_s", None)
     assert with_codec_rates(bare, WORDS, 4, CPU) == found

@@ -224,6 +224,16 @@ def _is_first(profile: Profile, first: int, index: int) -> bool:
     return 0 <= first < index and profile.units[first].same_as is None
 
 
+_IF_KNOWN: dict[str, Any] = {"codecs": (), "kinds": (), "frozen_bytes": 0} | dict.fromkeys(
+    ("master_weights", "rates", "returned_bytes", "waiting_bytes", "halves_workspace_bytes", "work")
+)
+"""The values with which a file leaves out these fields."""
+
+
 def plain_profile(profile: Profile) -> dict[str, Any]:
     """The profile in the words of JSON."""
-    return {"format": _FORMAT, **asdict(profile)}
+    return {"format": _FORMAT, **asdict(profile, dict_factory=_known)}
+
+
+def _known(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if name not in _IF_KNOWN or value != _IF_KNOWN[name]}

@@ -17,7 +17,7 @@ from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
 from bireme.profile.profile import Profile
 from bireme.report.plan_document import shard_note, ways_note
-from bireme.report.plan_table import kinds_table, stages_table
+from bireme.report.plan_table import LEGEND, kinds_table, stages_table
 from bireme.schedule.program import Rule
 from bireme.sync.coordinator.recoveries import Recovery
 
@@ -83,6 +83,7 @@ def print_prepared(
         )
     if answer is not None:
         say(kinds_table(answer))
+        say(LEGEND, style="dim")
         for note in (*shard_note(answer), *ways_note(answer)[:1]):
             say(note)
     _tell(console, f"Run: {folder}\n")
