@@ -166,9 +166,9 @@ def _widest(items: Items) -> int:
 class _Growth(NamedTuple):
     """The ideals so far, and the ways from `parents` to `children`, in tables with room for all of them.
 
-    `counts` are how many ideals have grown, how many there are, and how many ways. `ready` are the items that
-    can come next. `slots` has the ideals by their `hashes`, each as its number plus 1. What is not used of a
-    table takes no memory.
+    `counts` has the numbers of ideals that have grown, of all ideals, and of ways. `ready` are the items that
+    can come next. `slots` has the ideals by their `hashes`, each as its number plus 1. Unused rows of a table
+    take no memory.
     """
 
     bits: Bits

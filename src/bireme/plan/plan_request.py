@@ -457,8 +457,8 @@ class PlanRequest:
         return tuple(dict.fromkeys(str(parse_codec(word)) for word in named if word != "none"))
 
     def codec_penalty(self, codecs: Iterable[BoundaryCodecs], optimizer: str, width: int = 1) -> float:
-        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput. If
-        there are so many replicas, their codec of sums makes it more.
+        """Batches with these codecs on boundaries that equal one without; 1 if the goal is throughput.
+        With several replicas, a codec of sums makes it larger.
         """
         if self.goal is Goal.THROUGHPUT:
             return 1.0

@@ -101,8 +101,8 @@ def _measured(word: str, codec: Codec, dtype: torch.dtype, device: torch.device)
 
 
 def _measured_sum(word: str, codec: SumCodec, device: torch.device) -> CodecRate:
-    """All that a replica does for a sum but wait. Where all messages go to all, more members take longer: as
-    long as their messages take to decode.
+    """All that a replica does for a sum but wait. If every message goes to every member, each further member
+    adds the seconds in which its message is decoded.
     """
     few, many = (_seconds_of_sum(codec, size, device) for size in _NUM_MEMBERS)
     decode_s = max((many - few) / (_NUM_MEMBERS[1] - _NUM_MEMBERS[0]), 0.0)
@@ -145,7 +145,7 @@ class _Alike(SingleRankGroup):
     def exchange(
         self, given: Tensor, _lengths: Sequence[int], taken: Tensor, _taken_lengths: Sequence[int]
     ) -> Pending:
-        """The others give what this one gives them."""
+        """Take from each other member what this one gives it."""
         times = -(-len(taken) // max(len(given), 1))
         taken.copy_(given.repeat(times)[: len(taken)])
         return super().all_reduce(given)

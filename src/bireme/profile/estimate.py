@@ -37,8 +37,8 @@ _VIEWS = (
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a unit takes. `spread` tells how far measurements of forward and backward lie apart, relative to
-    their median; 0 in an estimate. The halves of the backward are None where nobody asked for them.
+    """The seconds of a unit. `spread` is how far measurements of forward and backward lie apart, relative to
+    their median; 0 in an estimate. The halves of the backward are None if they were not asked for.
     """
 
     forward_s: float

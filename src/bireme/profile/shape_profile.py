@@ -254,7 +254,7 @@ def _head(shape: TransformerShape, learns: bool) -> _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A half of a layer at its place, and how it is trained, on what."""
+    """A half of a layer at its place, with the weights that learn and the device."""
 
     shape: TransformerShape
     device: CatalogueDevice
@@ -266,7 +266,7 @@ class _Unit:
     is_last: bool
 
     def profile(self, micro_batches: Sequence[int]) -> UnitProfile:
-        """Its profile, at each size of a micro-batch."""
+        """The profile of the unit at each size of a micro-batch."""
         place, is_first, is_last = self.place, self.place == 0, self.is_last
         optimizer_bytes = (_MOMENTS + 1) * _WHOLE * self._learning
         update_s = estimated_update_s(_WHOLE * self._learning, optimizer_bytes, 0, self.device.device)

@@ -35,7 +35,6 @@ def plan_document(answer: Answer, profile: Profile, planning_s: float) -> dict[s
     names = [unit.name for unit in profile.units]
     return {
         **_document(profile.model, best.plan, best.forecast, names, answer.origin),
-        "fits": best.forecast.fits,
         "planning_s": planning_s,
         "num_tried": answer.num_tried,
         "candidates": [_candidate(summarize(candidate)) for candidate in answer.candidates],
@@ -76,6 +75,7 @@ def _document(
         "num_micro_batches": plan.num_microbatches,
         "num_recomputed": len(plan.recompute),
         **(dict.fromkeys(_FIELDS) if best is None else _candidate(summarize(best))),
+        "fits": None if forecast is None else forecast.fits,
         "lookahead": plan.lookahead,
         "num_sliced": plan.num_sliced,
         "stage_shares": [list(share) for share in plan.shares],
@@ -359,7 +359,6 @@ _FIELDS = (
     "bottleneck",
     "joules_per_sample",
     "assumptions",
-    "fits",
 )
 """What only a forecast says of a plan."""
 

@@ -1,6 +1,6 @@
 """What the replicas of a draft plan have to do and to send, and what its forecast assumes.
 
-Neither depends on how work and messages meet, which is the simulator's.
+None of this depends on when work and messages meet: the simulator finds that.
 """
 
 from collections import Counter
