@@ -203,10 +203,7 @@ def _runners_up(answer: Answer) -> list[Candidate]:
     return [*found.values()]
 
 
-_TO_LOSS = (
-    "to a loss: the samples of a step of the best plan, times the steps for one synchronous step "
-    "(docs/convergence.md)"
-)
+_TO_LOSS = "to a loss: seconds for the samples of the best plan's step, times steps (docs/convergence.md)"
 
 
 def _agreements_table(agreed: Sequence[AgreementForecast]) -> Table:
