@@ -27,7 +27,6 @@ MODULES = [
     "bireme.profile.stages",
     "bireme.report.gantt",
     "bireme.report.profile_table",
-    "bireme.report.profile_table",
     "bireme.report.terminal",
     "bireme.train.run_file.training",
     "bireme.train.run_file",

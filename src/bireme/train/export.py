@@ -147,8 +147,6 @@ def _export(
         if adapter is not None:
             adapter.save(weights, draft, base=_base_of(run))
         elif run.model.source.startswith("hf:"):
-            from bireme.train.export import in_form_of_transformers
-
             entries, tensors = in_form_of_transformers(run, graph, weights, draft)
             write(entries, tensors, draft)
         else:

@@ -162,7 +162,8 @@ class TextWriter:
         if self.part is not None:
             return _written(self.task, self.tokenizer, self.part, None, tell)
         task, run = self.task, self.task.run
-        machines = machines_here(_over(run, task.num_processes))
+        here = run.with_keys("cluster", source=None, workers=task.num_processes, backend="gloo")
+        machines = machines_here(here)
         with TemporaryDirectory() as scratch:
             if self.graph is not None:
                 task = replace(task, graph=Path(scratch) / "graph.json")
@@ -208,12 +209,8 @@ def writer_of(
     With `is_of_many` other programs have started them, and each makes a writer.
     """
     progress(0.0, "loading the model")
-    run = subject.run
-    changed = {  # nothing that packs documents, and a last layer that leaves its scores
-        "data": run.data.model_copy(update={"packing": None}),
-        "model": run.model.model_copy(update={"fused_loss": False}),
-    }
-    run = run.model_copy(update=changed)
+    # Nothing that packs documents, and a last layer that leaves its scores.
+    run = subject.run.with_keys("data", packing=None).with_keys("model", fused_loss=False)
     model = RunModel.of(run, 1)
     _check_writes(model, subject.name)
     tokenizer = _tokenizer_of(model)
@@ -229,8 +226,7 @@ def writer_of(
         decoder = None
     if decoder is None:
         length = len(first) + asked.num_tokens
-        data = run.data.model_copy(update={"length": min(length, context or length)})
-        run = run.model_copy(update={"data": data})
+        run = run.with_keys("data", length=min(length, context or length))
         model = RunModel.of(run, 1)
         progress(0.0, "capturing the model")
         states = model.evaluation.graph(1)
@@ -417,12 +413,6 @@ class _Text:
 
 
 # The memory that weights have.
-
-
-def _over(run: RunFile, count: int) -> RunFile:
-    """The run on as many processes of this machine."""
-    here = run.cluster.model_copy(update={"source": None, "workers": count, "backend": "gloo"})
-    return run.model_copy(update={"cluster": here})
 
 
 def _num_needed(run: RunFile, num_bytes: int) -> int:

@@ -31,7 +31,7 @@ from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint, step_after
-from bireme.train.checkpoint.writer import CheckpointEvent, CheckpointWriter
+from bireme.train.checkpoint.writer import LEAST_KEPT, CheckpointEvent, CheckpointWriter
 from bireme.train.choices import link_codecs
 from bireme.train.data.prepare import find_place
 from bireme.train.data.samples import Samples
@@ -160,9 +160,6 @@ def _measured_shares(pipeline: Pipeline, run: RunFile, samples: Samples) -> Shar
     return shares_by_times(first, m, times, limits, margin=run.balance.margin)
 
 
-_LEAST_KEPT = 2
-"""The newest checkpoint may turn out to be damaged when it is needed."""
-
 ALL = 10**9
 
 get_ready(Graph, SavedPlan, Profile)  # which every rank reads, as a copy of a process that has imported this
@@ -286,7 +283,7 @@ def _writer(
             world.rank,
             world.size,
             store,
-            keep=max(_LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
+            keep=max(LEAST_KEPT, run.checkpoint.keep) if run.checkpoint.keep else ALL,
             on_event=note,
             resumed_from=resumed_from,
             record=None if world.rank else part.folder.recorded(),

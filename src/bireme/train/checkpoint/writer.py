@@ -235,7 +235,7 @@ CheckpointEvent = CheckpointSaved | CheckpointWarning
 
 
 LEAST_KEPT = 2
-"""One may turn out to be damaged when it is needed."""
+"""Checkpoints: the newest one may turn out to be damaged when it is needed."""
 _PARTING_S = 5.0
 """How long a thread that was told to give up may take to do so."""
 
