@@ -1,10 +1,12 @@
-"""The one base error. What a user can cause is a `BiremeError`; anything else that escapes is a bug.
+"""The one base error, and sentences to people. What a user can cause is a `BiremeError`; anything else that
+escapes is a bug.
 
 The command line turns a `BiremeError` into one paragraph and exit status 2. So its text is written for
 the person who has to act on it: what went wrong, the values, why it matters, what to do next.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -27,6 +29,11 @@ class SampleError(BiremeError):
     def __init__(self, text: str, samples: tuple[str, ...]) -> None:
         super().__init__(text)
         self.samples = samples
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence to people, beside the output of the command."""
+    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, RunToml, Sets, address_of, print_json, tell
-from bireme.errors import BiremeError
+from bireme.cli.options import Json, RunToml, Sets, address_of, print_json
+from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
     from bireme.machines.admission import AdmissionToken

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, Sets, settings_of, show, tell
+from bireme.cli.options import Json, Sets, settings_of, show
+from bireme.errors import tell
 
 _WITHOUT_MODEL = 1024
 """Tokens of a sample if neither a model nor an option says."""

@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, Sets, print_json, settings_of, tell
+from bireme.cli.options import Json, Sets, print_json, settings_of
+from bireme.errors import tell
 
 
 def evaluate(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json, print_json, tell
-from bireme.errors import BiremeError
+from bireme.cli.options import Json, print_json
+from bireme.errors import BiremeError, tell
 
 
 class ExportFormat(StrEnum):

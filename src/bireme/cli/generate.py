@@ -8,7 +8,7 @@ import typer
 
 from bireme.cli.options import Json, Sets, print_json
 from bireme.cli.train import INTERRUPTED_STATUS
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 
 
 def generate(
@@ -50,7 +50,6 @@ def generate(
         typer.Option(
             help="Processes of this machine, each with a part of the model; by default as many as the "
             "weights need. Under torchrun the processes are those that it starts.",
-            show_default=False,
             min=1,
             metavar="N",
         ),
@@ -71,14 +70,15 @@ def generate(
         from bireme.runtime.processes import serve_from_here
 
         serve_from_here("bireme.train.generating")  # so that none of the processes imports it
-    from bireme.report.terminal import progress_bar, tell
+    from bireme.report.terminal import progress_bar
     from bireme.runtime.board import RankFailed
+    from bireme.runtime.world import number_of
     from bireme.train.generating import TextRequest, hide, show, writer_of
     from bireme.train.subject import subject_of
 
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     asked = TextRequest(text, tokens, temperature, seed, chat, top_p)
-    count = int(os.environ["WORLD_SIZE"]) if others else workers
+    count = number_of(os.environ, "WORLD_SIZE") if others else workers
     try:
         with progress_bar("loading the model") as progress:
             subject = subject_of(model, set_ or (), tell)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from bireme import __version__
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 
 # The verbs of `bireme`, in groups, and what each is for. A verb is loaded when it is asked for.
 
@@ -185,7 +185,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except BiremeError as error:
-        typer.echo(f"bireme: {error}", err=True)
+        tell(str(error))
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output closed the pipe; leave nothing for the interpreter to flush.
@@ -195,7 +195,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO):
             sys.exit(f"bireme: the output cannot be written: {error.strerror}")
         if isinstance(error, OSError) and error.errno in PATH_ERRORS and error.filename is not None:
-            typer.echo(f"bireme: {os.fsdecode(error.filename)} cannot be used: {error.strerror}.", err=True)
+            tell(f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}.")
             sys.exit(2)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a word typer does not know
             sentence = _usage(error)

@@ -262,11 +262,6 @@ def settings_of(*options: tuple[str, str, object]) -> list[str]:
     return found
 
 
-def tell(sentence: str) -> None:
-    """Print a sentence to people, beside the output of the command."""
-    typer.echo(f"bireme: {sentence}", err=True)
-
-
 def say_written(*paths: Path | None) -> None:
     """A line for each file that was written; None is no file."""
     for path in paths:

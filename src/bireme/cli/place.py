@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show, tell
-from bireme.errors import BiremeError, closest
+from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show
+from bireme.errors import BiremeError, closest, tell
 from bireme.placement.workload import (
     Granularity,
     Method,

@@ -10,7 +10,7 @@ import typer
 
 from bireme import __version__
 from bireme.cli.options import Force, Json, check_writable, print_json, say_written
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
     from bireme.report.page.run import Run
@@ -128,7 +128,7 @@ def watch(
         else:
             typer.echo(f"{folder} is at {server.address}")
         if not has_begun:
-            typer.echo(f"bireme: No run has begun in {folder}. The page waits for it.", err=True)
+            tell(f"No run has begun in {folder}. The page waits for it.")
         typer.echo("Ctrl-C ends the page, and not the run.", err=True)
         if not no_open and _has_screen():
             import webbrowser

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import typer
 
+from bireme.errors import tell
+
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ENDS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a launcher to end, so that it is not started again."""
@@ -67,10 +69,9 @@ def supervised(resume: Callable[[Path], None]) -> None:
             _end_like(status)
         number = os.WTERMSIG(status)
         _show_cursor()
-        typer.echo(
-            f"bireme: the launcher, which starts the ranks, was killed by signal {number} "
-            f"({_name(number)}), and its ranks with it. Another launcher resumes the run.",
-            err=True,
+        tell(
+            f"the launcher, which starts the ranks, was killed by signal {number} ({_name(number)}), and its "
+            "ranks with it. Another launcher resumes the run."
         )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of, tell
+from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of
 from bireme.cli.supervised import report_folder, supervised
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
     from bireme.train.checkpoint.checkpoint import Checkpoint

@@ -1,6 +1,5 @@
 """What goes to a terminal: tables, a progress bar, the grid of a program, and timelines."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,6 @@ from bireme.timeline.timeline import Timeline, pace
 
 if TYPE_CHECKING:
     from bireme.simulate.comparison import Lookahead, ScheduleOutcome
-
-
-def tell(sentence: str) -> None:
-    """Print a sentence to people, beside the output of the command."""
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
 # Tables in the terminal: no lines, bold headings, numbers to the right and words to the left.

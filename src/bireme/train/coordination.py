@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.machines.admission import admissions_path, issue_tokens, withdraw_tokens
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.handover import forget_handover, handed_record, packed_handover
@@ -29,7 +29,6 @@ from bireme.machines.orders import (
     write_record,
 )
 from bireme.machines.own_machine import MachineFacts
-from bireme.report.terminal import tell
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.train.attendance import INTERRUPTED, Attendance, Out, note_coordinator
 from bireme.train.export import exported_step

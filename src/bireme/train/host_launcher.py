@@ -24,10 +24,10 @@ from pydantic import TypeAdapter
 
 from bireme.cluster.cluster_file import read_cluster
 from bireme.devices import VISIBLE
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.files import write_text_atomically
 from bireme.plan.plan_file import load_plan
-from bireme.report.terminal import progress_bar, tell
+from bireme.report.terminal import progress_bar
 from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess

@@ -20,12 +20,11 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
 from bireme.cluster.machine import host_name
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError, system_errors
+from bireme.errors import BiremeError, system_errors, tell
 from bireme.files import path_within
 from bireme.model.graph_file import load_graph
 from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
-from bireme.report.terminal import tell
 from bireme.runtime.board import Board, RankFailed
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost

@@ -19,13 +19,12 @@ import torch
 
 from bireme.cluster.cluster import Cluster
 from bireme.devices import ACCELERATOR, VISIBLE, Backend, num_accelerators
-from bireme.errors import BiremeError, SampleError
+from bireme.errors import BiremeError, SampleError, tell
 from bireme.machines.orders import phase_of
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import planned_units, saved_plan
 from bireme.plan.search.search import timeline_of
-from bireme.report.terminal import tell
 from bireme.report.timeline_document import write_recorded
 from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.launch import launch, signal_ranks

@@ -1,7 +1,6 @@
 """The devices of a run, from a cluster file or this machine, and their processes."""
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +12,7 @@ from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Li
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
 from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.machines.line import MeasuredLine
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
@@ -246,8 +245,7 @@ def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool =
 
 @cache
 def _tell_untested(kind: str) -> None:
-    sentence = f"Training on {kind} has not been tested. Compare the first losses with those of a CPU."
-    print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+    tell(f"Training on {kind} has not been tested. Compare the first losses with those of a CPU.")
 
 
 def check_kinds(run: RunFile, cluster: Cluster, device: str) -> None:

@@ -205,8 +205,8 @@ def _log(folder: RunFolder) -> Metrics | None:
 
 def _sync(prepared: PreparedRun, outcomes: list[Outcome], recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """What all ranks sent for sums of gradients, and what they would have sent without a codec. If replicas
-    may die: epochs of the membership, rounds and samples that count, samples that were assigned again, and how
-    long each replica took that was lost and is back, in all starts of the run.
+    may die: epochs of the membership, rounds and samples that count, samples that were assigned again, and
+    how long each replica took that was lost and is back, in all starts of the run.
     """
     figures = first_of(outcomes).sync
     none = dict.fromkeys(("epochs", "rounds", "samples_committed", "samples_redone"))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError, SampleError
+from bireme.errors import BiremeError, SampleError, tell
 from bireme.runtime.microbatches import Rows
 from bireme.runtime.processes import UNREPORTED, start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
@@ -239,7 +239,7 @@ class _Worker:
             return self._receive(task, is_wanted)
         except _LostError as lost:
             at, first = task, f"The {self._name} {lost.how} while it made batch {task.batch}"
-        print(f"bireme: {first}; it is started again.", file=sys.stderr, flush=True)  # noqa: T201 (for people)
+        tell(f"{first}; it is started again.")
         singles = task.singles
         try:
             self.close()
