@@ -12,6 +12,7 @@ from bireme.balance import ShareLimits
 from bireme.cluster.cluster import Card, Cluster, Link, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
+from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.replicas.hosts import ReplicaPart
@@ -174,7 +175,7 @@ def test_hosts_follow_the_mode_that_the_planner_chooses(
 ) -> None:
     """With allreduce the ranks are the processes that were started; otherwise launchers start as many."""
     asked = RunFile.model_validate({"format": 1, "sync": {"mode": "auto"}, "log": {"name": "run"}})
-    chosen = asked.model_copy(update={"sync": asked.sync.model_copy(update={"mode": mode})})
+    chosen = asked.with_keys("sync", mode=mode)
     by_replica = replace(PLAN, devices=(("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1")))
     prepared = PreparedPlan(chosen, SavedPlan(by_replica), SimpleNamespace(cluster=TWO))
     found = {
@@ -189,8 +190,12 @@ def test_hosts_follow_the_mode_that_the_planner_chooses(
     members = [LaunchedProcess(rank, "01"[rank % 2], "ab"[rank % 2], False, 0) for rank in range(4)]
     nodes = {"0": members[::2], "1": members[1::2]}
     environment = Environment.of({"RANK": "0", "WORLD_SIZE": "4"})
-    setup = rank_zero_setup.set_up_run(environment, asked, nodes, lambda *_: [], lambda _text: None)
+    told: list[PhaseForecast] = []
+    setup = rank_zero_setup.set_up_run(
+        environment, asked, nodes, lambda *_: ["", ""], lambda _text: None, wait=told.append
+    )
     assert setup is not None
+    assert [one.survives for one in told] == [mode == "diloco"]
     assert setup.places == places
     assert [[one.rank for one in own] for own in setup.nodes.values()] == ranks
 

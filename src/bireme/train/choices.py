@@ -73,16 +73,11 @@ def with_agreement(run: RunFile, mode: str, codec: str) -> RunFile:
     """The run with this mode and this codec of sums, as far as it left them to the planner, and without keys
     that the mode does not use.
     """
-    sync = run.sync
-    chosen = {
-        "mode": mode if sync.mode == AUTO else sync.mode,
-        "codec": codec if sync.codec == AUTO else sync.codec,
-    }
-    found = sync.model_copy(update=chosen)
-    if sync.mode == AUTO:
-        usual = Sync()
-        found = found.model_copy(update={name: getattr(usual, name) for name in of_another_mode(found)})
-    return run.model_copy(update={"sync": found})
+    chosen = {key: one for key, one in (("mode", mode), ("codec", codec)) if getattr(run.sync, key) == AUTO}
+    found, usual = run.with_keys("sync", **chosen), Sync()
+    if "mode" in chosen:
+        return found.with_keys("sync", **{key: getattr(usual, key) for key in of_another_mode(found.sync)})
+    return found
 
 
 def with_choices(run: RunFile, plan: Plan) -> RunFile:
@@ -102,10 +97,6 @@ def _with_shard(run: RunFile, shard: str) -> RunFile:
         return run
     return run.with_keys("memory", shard=shard)
 
-
-# The codecs of a run's boundaries, batch by batch: from the run file and the plan.
-#
-# They depend on the number of the batch alone, so a run that is resumed goes on to the last bit.
 
 # Gradients that a run keeps as principal components: what they take.
 
@@ -219,10 +210,15 @@ def idle_keys(run: RunFile, plan: Plan) -> tuple[str, ...]:
         )
     if run.memory.shard != "none":
         found.append(
-            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, with nobody to "
-            "share with. Set plan.width to 2 or more, or leave it out."
+            f"memory.shard = {run.memory.shard} has no effect: the plan has one replica, which has "
+            "no other to share with. Set plan.width to 2 or more, or leave it out."
         )
     return tuple(found)
+
+
+# The codecs of a run's boundaries, batch by batch: from the run file and the plan.
+#
+# They depend on the number of the batch alone, so a run that is resumed goes on to the last bit.
 
 
 def main_codecs(run: RunFile, plan: Plan) -> tuple[BoundaryCodecs, ...]:

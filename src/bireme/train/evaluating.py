@@ -53,7 +53,7 @@ _LARGEST_EXPONENT = 700.0
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What an evaluation found. `perplexity` and `tokens`, those that the loss is the mean of, are None where
-    the model does not predict tokens; `bits_per_byte` also where nobody knows the bytes of a token.
+    the model does not predict tokens; `bits_per_byte` also if the bytes of a token are unknown.
     """
 
     loss: float
@@ -224,7 +224,7 @@ def _perplexity(loss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Tokens that a loss is the mean over, and the bytes of text that they stand for; 0 if nobody knows."""
+    """Tokens that a loss is the mean over, and the bytes of text that they stand for; 0 if unknown."""
 
     tokens: int
     num_bytes: int
@@ -493,7 +493,7 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
 
 
 def _told(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:
-    """The same batches; somebody watches."""
+    """The same batches, with progress."""
     for number, batch in enumerate(batches):
         progress(number / count, "evaluating")
         yield batch

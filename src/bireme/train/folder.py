@@ -81,7 +81,7 @@ class RunFolder:
     metrics = _PathWithin("metrics.jsonl")
     """What happened, a line each."""
     ledger = _PathWithin(LEDGER)
-    """Which samples each committed round trained, where a coordinator deals them."""
+    """Which samples each committed round trained, if a coordinator assigns them."""
     hosts = _PathWithin("hosts.json")
     """Where a host that is started again finds the others, where replicas may die."""
     private = _PathWithin("private.json", is_recorded=True)
@@ -301,7 +301,7 @@ class RunFolder:
 
 
 def load_asked(path: Path | None, sets: Sequence[str]) -> RunFile:
-    """The run that somebody asks for by a run file, or by none; its paths are absolute.
+    """The run that a run file asks for, or the usual one without a file; its paths are absolute.
 
     They are relative to where the command is called. The run file of a run that was begun is one too.
     """

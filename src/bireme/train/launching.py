@@ -80,7 +80,7 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
 
 
 def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> None:
-    """Write the predicted timeline; nothing where the plan does not name devices or nobody profiled."""
+    """Write the predicted timeline; nothing if the plan does not name devices or there is no profile."""
     if prepared.profile is None or not prepared.plan.plan.devices:
         return
     timeline = timeline_of(

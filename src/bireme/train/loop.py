@@ -111,7 +111,7 @@ class Loop:
         self._tally.begin_at(self.step)
 
     def go(self) -> Outcome:
-        """Train to the end, or until somebody asks to stop."""
+        """Train to the end, or until a stop is asked for."""
         steps, home = self.run.training.steps, self._part.home
         for text in data_notes(self._part.data) if self._part.world.rank == 0 else ():
             self.warn(text)
@@ -231,7 +231,7 @@ class Loop:
 
     def _train_own(self, batches: Iterator[PartlyRead]) -> None:
         """Train a window of this replica's own batches. It drains around those that it records, and holds up
-        nobody.
+        no other replica.
         """
         if self._to_record and self._switch is None and has_room(self.run, self._record_from):
             self._train(islice(batches, max(self._own_from - self.pipeline.num_trained, 0)))
@@ -326,7 +326,7 @@ class Loop:
             # No rank has read further than this, and what was read is still trained on.
             self._reason, self._ends = reason, step + self.pipeline.read_ahead
             if reason is not Reason.TIME:
-                self._save()  # now, for nobody knows how long there is
+                self._save()  # now, for the time that is left is unknown
         elif self._checkpoints.is_due(step) or reason is Reason.SAVE:
             self._save()
             if self._replicas.slow is not None and self._ends is None:

@@ -181,7 +181,7 @@ def _card(server: Server, count: int) -> tuple[Card, ...]:
 
 
 CPU_WORKERS = 2
-"""Processes on a machine without a GPU, unless somebody says: as few as a pipeline has."""
+"""Processes on a machine without a GPU, unless the run file says otherwise: as few as a pipeline has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class LoadsOfRanks:
 
 def settled_bytes() -> int:
     """What of this process is resident now, without memory that was given back and that the C library keeps;
-    where nobody can tell, the most there was.
+    where that is unknown, the most there was.
     """
     gc.collect()
     give_back_heap()
@@ -190,11 +190,6 @@ def first_of(outcomes: Sequence[Outcome]) -> Outcome:
     return next(outcome for outcome in outcomes if outcome.own.rank == 0)
 
 
-# When a run is to stop or to save: signals to any rank and the clock of rank 0, agreed on by all ranks.
-#
-# A signal only sets a flag here. With every batch each rank says what it wants; the sum comes back with the
-# batch's result, the same on all ranks, so that all stop after the same batch.
-
 # The restart limit: stops a script that restarts a run again and again without progress.
 #
 # A small file in the run's folder counts the starts from the same checkpoint.
@@ -230,6 +225,11 @@ def _num_starts(folder: RunFolder, step: int) -> int:
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return 0
 
+
+# When a run is to stop or to save: signals to any rank and the clock of rank 0, agreed on by all ranks.
+#
+# A signal only sets a flag here. With every batch each rank sends a vote; the sum comes back with the
+# batch's result, the same on all ranks, so that all stop after the same batch.
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -157,7 +157,7 @@ def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
     torch.set_num_threads(1)
     try:
         found = RunModel.of(run, largest).evaluation.graph(batch)
-    except Exception:  # whoever asked tries again, and finds out
+    except Exception:  # the process that asked tries again, and finds out
         found = None
     talk.send(found)
 

@@ -1,7 +1,7 @@
 """The census of private data: what the processes of a run learn of the samples that only one server may read.
 
 That is how many samples a server holds, and a fingerprint by which the owner knows its own data again. The
-key of fingerprints lies in the owner's cache, so nobody else can try rows against one.
+key of fingerprints lies in the owner's cache, so no other server can try rows against one.
 """
 
 import hmac

@@ -136,7 +136,7 @@ class RankPart:
 
     def meta(self, pipeline: Pipeline) -> CheckpointMeta:
         """What each checkpoint says of the run. The digest of the data is the one in the folder, which was
-        written before any process started: nobody reads the data twice.
+        written before any process started, so no process reads the data twice.
         """
         plan, run = pipeline.plan, self.run
         identity = load_identity(self.folder.data) or data_identity(run, self.data)
@@ -177,7 +177,7 @@ class RunReading:
         return self._batches
 
     def window(self, pipeline: Pipeline) -> Iterator[PartlyRead]:
-        """The batches that are dealt to this replica up to the end of its window."""
+        """The batches that are assigned to this replica up to the end of its window."""
         return iter(self._loader_from(pipeline, pipeline.num_trained))
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ from bireme.train.shares import as_slow_as_found
 #
 # Something like torchrun starts processes on each host. The first of a host is its launcher: it starts the
 # ranks of the host, as many as there are devices, and starts them again if they die. The others wait for its
-# end. So whoever started these processes never sees a rank die.
+# end. So the starter of these processes never sees a rank die.
 
 Nodes = Mapping[str, Sequence[LaunchedProcess]]
 

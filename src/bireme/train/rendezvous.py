@@ -151,7 +151,7 @@ _FIND_S = 300.0
 LOOK_S = 0.05
 
 _NO_ID = "none"
-"""What torchrun calls a run that nobody gave an id."""
+"""What torchrun calls a run without an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +222,11 @@ class Announcements:
         self._store.set(name, json.dumps(what))
 
     def is_said(self, name: str) -> bool:
-        """Whether somebody has said that."""
+        """Whether that was said."""
         return bool(self._store.check([name]))
 
     def hear(self, name: str) -> Any:
-        """What was said; whoever waits here relies on the watch to be freed if that never happens."""
+        """What was said; a caller relies on the watch to be freed if that never happens."""
         until(lambda: self.is_said(name))
         return json.loads(self._store.get(name))
 

@@ -265,14 +265,14 @@ def check_same_data(before: DataIdentity, now: DataIdentity, data: RunData, wher
 
 
 def left_at(ledger: Path, step: int, batch_size: int) -> tuple[int, tuple[SamplePlaces, ...]]:
-    """The first sample that nobody was given before a step, and those before it that do not count yet."""
+    """The first sample that no replica was given before a step, and those before it that do not count yet."""
     fresh, waiting = step * batch_size, tuple[SamplePlaces, ...]()
     records = read_json_lines(ledger, start="start").records if ledger.exists() else {}
     averages = False
     for record in in_force(records).values():
         if record.get("kind") == "start":
             averages = "mode" in record
-        if averages:  # each line is of one replica's batch, and all that was dealt before a meeting counts
+        if averages:  # each line is of one replica's batch, and all that was assigned before a meeting counts
             if record["fresh"] <= step * batch_size:
                 fresh, waiting = step * batch_size, _before(record, step * batch_size)
         elif record.get("kind") == "round" and record.get("batch") == step - 1:
@@ -300,7 +300,7 @@ def check_none_left(run: RunFile, folder: RunFolder, step: int) -> None:
     if num_left:
         raise BiremeError(
             f'sync.mode is "{run.sync.mode}", which continues with sample {end} of the run, but {num_left} '
-            "samples before it were dealt to replicas that died and are not trained. Set sync.mode to "
+            "samples before it were assigned to replicas that died and are not trained. Set sync.mode to "
             '"quorum", which trains them first.'
         )
 

@@ -29,7 +29,7 @@ def learns(run: RunFile, data: RunData, graph: Graph) -> dict[str, Any]:
     """What a prepared run learns from, and how much of the model learns, in the words of JSON. `graph` is its
     model's in training.
 
-    Numbers that nobody knows are None, such as the samples of a stream; so are the epochs of a mixture, whose
+    Unknown numbers are None, such as the samples of a stream; so are the epochs of a mixture, whose
     sources have different ones. `tokenizer` is equal for equal tokenizers, so that losses per token may be
     compared if it is equal; it is None, as `length` is, if the samples are not made of tokens.
     """

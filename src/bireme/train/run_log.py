@@ -447,7 +447,7 @@ def _number(value: float) -> str:
 
 # What a run writes down while it goes: a line of JSON for everything that happens, and trackers if asked.
 #
-# Lines are appended one by one, so that whoever reads them sees whole ones, but for the last one of a run
+# Lines are appended one by one, so that readers see whole lines, but for the last one of a run
 # that was killed. A disk that takes none does not end a run: its lines wait until it does.
 
 _LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}

@@ -225,7 +225,7 @@ class SpreadTensors(Mapping[str, Tensor]):
 
 # The folder of a run's checkpoints: who may write into it, and what is in it besides checkpoints.
 #
-# Hidden names are nobody's checkpoints: `.in-use` is locked by the one run that writes, `.draft-…` is being
+# Hidden names are no checkpoints: `.in-use` is locked by the one run that writes, `.draft-…` is being
 # written, `.gone-…` is being deleted. The last two are leftovers when no run holds the lock.
 
 _LOCK = ".in-use"

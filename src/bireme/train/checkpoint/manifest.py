@@ -36,7 +36,7 @@ _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
-    """What a run says about itself in a checkpoint; whoever goes on from that compares it with its own.
+    """The facts of a run in a checkpoint; a run that goes on from that compares them with its own.
 
     `next_batch` is the number of the batch to go on with, `extra` small JSON of the caller's own.
     """

@@ -1,4 +1,4 @@
-"""From documents to token ids: of text, of rows with answers, and of ids that somebody made before.
+"""From documents to token ids: of text, of rows with answers, and of ids that were made before.
 
 Ids are signed: a negative number n stands for the id -1-n of a token that is read but does not count in the
 loss.

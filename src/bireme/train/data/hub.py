@@ -29,7 +29,7 @@ from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.text_files import PIECE_BYTES, Passage
 
-# Rows of a dataset: text, token ids that somebody made before, or conversations and prompts with answers.
+# Rows of a dataset: text, token ids that were made before, or conversations and prompts with answers.
 #
 # They come from the `datasets` library, which `hub.py` calls, in a folder or over the network one by one; or
 # from a file of JSON lines, which is read here. Only the columns that are learned are read.

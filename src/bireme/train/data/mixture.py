@@ -200,7 +200,7 @@ class ReadableSamples:
         return self._public.is_columnar and (self._own is None or self._own.is_columnar)
 
     def __len__(self) -> int:
-        """The public ones: how many private ones there are nobody else asks here."""
+        """The number of public samples."""
         return len(self._public)
 
     def take(

@@ -65,7 +65,7 @@ def _check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
 
 
 def _check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
-    """The ids that somebody made must be tokens of the model."""
+    """Ids that were made before must be tokens of the model."""
     if vocabulary is None:
         return
     largest = tokens.largest_id()
@@ -375,7 +375,7 @@ def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recog
 
 
 def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
-    """Text needs one. Ids have been through one, and nobody says that it was bytes, which are the default."""
+    """Text needs one. Ids have been through one, which is unknown: bytes are only the default."""
     holds_text = any(_holds_text(source) for source in sources)
     model_has_one = model.folder is not None and has_tokenizer(model.folder)
     is_bytes = request.tokenizer == "bytes" or (request.tokenizer == "auto" and not model_has_one)

@@ -47,7 +47,7 @@ def own_samples(text: str) -> "OwnSamples":
 
 
 class OwnSamples:
-    """A dataset that somebody made, checked sample by sample.
+    """A dataset of the user's, checked sample by sample.
 
     `origin` is what to call it in a message. With `is_remade` another process gets it by calling the function
     that `origin` names; else it is pickled.
@@ -194,7 +194,7 @@ _ARRAYS = (".npy", ".bin")
 _LINES = ".jsonl"
 _ROWS = (_LINES, ".json", ".parquet", ".csv")
 _NEVER_TEXT = (_LINES, ".parquet")
-"""Files of rows that nobody means as text; the others may lie among texts."""
+"""Files of rows that are never meant as text; the others may lie among texts."""
 
 
 def open_source(

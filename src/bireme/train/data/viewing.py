@@ -126,7 +126,7 @@ def _text(before: list[int], ids: list[int], tokenizer: Tokenizer | None) -> str
 # Sentences for the log of a run, and below its samples.
 
 _BUILT_IN = "stdlib"
-"""The source whose files nobody chose, so that nobody needs to hear of those that are left out."""
+"""The source whose files the user has not chosen: those that are left out need no sentence."""
 
 _MOST_PADDING = 0.5
 """Share of padding in samples above which packing is suggested."""
