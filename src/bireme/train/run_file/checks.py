@@ -171,8 +171,10 @@ def _check_one_of_two(tables: Tables) -> None:
     for pair, why in ONE_OF_TWO.items():
         found = {key: value_of(tables, key) for key in pair}
         if all(value is not None and value is not False and value != "keep" for value in found.values()):
+            texts = {key: toml_value(value) for key, value in found.items()}
             words = " and ".join(
-                f"{key} is {toml_value(value)[:_MOST_SHOWN]}" for key, value in found.items()
+                f"{key} is {text[:_MOST_SHOWN]}{'…' * (len(text) > _MOST_SHOWN)}"
+                for key, text in texts.items()
             )
             raise BiremeError(f"{words}: {why}. Leave out one of the two.")
     for (first, second), remedy in NEEDED.items():
