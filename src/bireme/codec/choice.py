@@ -13,6 +13,7 @@ from bireme.codec.codec import Cast, Codec, Masking
 from bireme.codec.description import FEWEST_ENTRIES, BoundaryCodecs, CodecChoice, aligned
 from bireme.codec.topk import TopK
 from bireme.errors import BiremeError, closest
+from bireme.user_code import reason_of
 
 # One's own codec, by the module that has it and its name there; checked once in each process.
 #
@@ -33,7 +34,7 @@ def _own_codec(where: str) -> Codec:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
         raise BiremeError(
-            f"The codec {where} cannot be imported: {_reason(error)}. Install the module, or put its folder "
+            f"The codec {where} cannot be imported: {reason_of(error)}. Install the module, or put its folder "
             "on PYTHONPATH."
         ) from error
     if not hasattr(module, name):
@@ -109,12 +110,7 @@ def _tried(where: str, what: str, work: Any) -> Any:
     try:
         return work()
     except Exception as error:
-        raise BiremeError(f"{what} of the codec {where} fails: {_reason(error)}.") from error
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2]).rstrip('.')}" if lines else type(error).__name__
+        raise BiremeError(f"{what} of the codec {where} fails: {reason_of(error)}.") from error
 
 
 def codec_of(choice: CodecChoice) -> Codec:
