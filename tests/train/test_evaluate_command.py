@@ -167,6 +167,10 @@ def test_a_transformers_folder_has_the_perplexity_that_transformers_finds(
     num_bytes = sum(len(tokenizer.decode([token]).encode()) for row in rows for token in row[1:].tolist())
     bits = loss * num_scored / num_bytes / math.log(2)
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    model.save_pretrained(folder)
+    diverged = bireme(capsys, "evaluate", str(folder), "--data", str(text), "--json").document
+    assert [diverged[name] for name in ("loss", "perplexity", "bits_per_byte")] == [None] * 3
 
 
 ONE_SIZE = """

@@ -1,5 +1,6 @@
 """`bireme evaluate`: the loss of a run, or of any model in a folder, on some data."""
 
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
@@ -80,7 +81,8 @@ def evaluate(
     for warning in found["warnings"]:
         tell(warning)
     if as_json:
-        print_json(found)
+        infinite = {name for name, one in found.items() if isinstance(one, float) and not isfinite(one)}
+        print_json(found | dict.fromkeys(infinite))
     else:
         _show(found)
 

@@ -34,8 +34,8 @@ def _own_codec(where: str) -> Codec:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing runs the module, and that can fail in any way
         raise BiremeError(
-            f"The codec {where} cannot be imported: {reason_of(error)}. Install the module, or put its folder "
-            "on PYTHONPATH."
+            f"The codec {where} cannot be imported: {reason_of(error)}. Install the module, or put its "
+            "folder on PYTHONPATH."
         ) from error
     if not hasattr(module, name):
         raise BiremeError(f"The module {module_name} has no {name!r}. {closest(name, list(vars(module)))}")

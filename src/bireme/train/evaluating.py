@@ -219,7 +219,7 @@ def combined(
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,13 @@ Which source has a place of the run depends on the weights, the seed and the pla
 any number of ranks, and a run that resumes needs to know nothing but its next batch.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.runtime.microbatches import apportioned
 from bireme.train.data.documents import StreamSamples
 from bireme.train.data.placing import Numbers, Order, Placing, SampleOrder, Stock, hashed
@@ -229,7 +228,7 @@ class ReadableSamples:
         try:
             return samples.take(numbers, names, seeds)
         except Exception as error:
-            print(f"bireme: data.private.{self._server}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            tell(f"data.private.{self._server}: {error}")
             raise BiremeError(
                 f"A private sample of {self._server} cannot be read ({type(error).__name__}). Its message "
                 f"is on {self._server} alone, in what the process there writes to standard error."
