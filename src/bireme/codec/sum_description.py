@@ -139,8 +139,8 @@ class SumCodec:
         return SumCodec(SumKind.BITS, bits=_LEAST_BITS_ALONE) if few else self
 
     def is_cut(self, num_members: int) -> bool:
-        """Whether so many members send parts of their messages and sums of parts, because whole messages to
-        all others would be longer.
+        """Whether each of `num_members` sends parts of its message and a sum of parts, because whole messages
+        to all others would be longer.
         """
         if self.kind is not SumKind.BITS:
             return False

@@ -184,8 +184,8 @@ class WeightBanks:
             summed_apart=summed_apart,
             sharers=sharers if gathers else None,
         )
-        memory.before_gradients(self.gradients.reserve)
         """Where the sums of the gradients lie."""
+        memory.before_gradients(self.gradients.reserve)
 
     @property
     def trainable(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ from bireme.runtime.layout import (
     used_by_plan,
     work_of,
 )
-from bireme.runtime.message_format import Boundaries, TensorSpec, checked, received_by
+from bireme.runtime.message_format import Boundaries, checked, received_by
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.paging.rank_paging import TierMoves
 from bireme.runtime.settings import PipelineSettings, named_optimizer
@@ -242,16 +242,17 @@ class Pipeline:
         if averaging is not None and sharers is None:
             averagers = averaging.averagers(self.layout)
         self.plan = for_replicas(plan, self.plan, settings.shard, programs, is_tied=bool(self.layout.tied))
-        self._boundaries = Boundaries(graph, received_by(units, self.plan))
+        self.boundaries = Boundaries(graph, received_by(units, self.plan))
+        """What crosses the boundaries of stages."""
         if self.plan.source.num_sliced:
-            self._boundaries.check_halves(self.plan.source.name)
+            self.boundaries.check_halves(self.plan.source.name)
         self._paging = paging_of(graph, self.plan.source, self.layout, settings)
         batches = Batches()
         assembly = Assembly(
             graph,
             self.plan,
             self.layout,
-            self._boundaries,
+            self.boundaries,
             settings,
             batches,
             self._paging,
@@ -299,7 +300,7 @@ class Pipeline:
                 self._reducer, self.stages, self.layout, self.device, lambda: self._updates.scale
             )
             self._updates.more = None if stopwatch is None else stopwatch.alone
-        self.stage_messages = StageMessages(routes, self._boundaries, transport, self.device, self.codecs)
+        self.stage_messages = StageMessages(routes, self.boundaries, transport, self.device, self.codecs)
         """What this rank sends to other stages and receives from them."""
         self._averages = None
         if averaging is not None:
@@ -459,18 +460,16 @@ class Pipeline:
         `but` names is left out: who restores the snapshot has it already, as frozen weights.
         """
         owners, layout = self.layout.owners, self.layout
-        is_owner = layout.replica == 0
-        own = {
-            name for name, rank in owners.items() if all_held or (is_owner and rank == layout.pipeline_rank)
-        }.difference(but)
-        pieces_of = {name for name, rank in owners.items() if rank == layout.pipeline_rank}.difference(but)
+        of_rank = {name for name, rank in owners.items() if rank == layout.pipeline_rank}
+        answers_for = of_rank if layout.replica == 0 else ()
+        own = {*(owners if all_held else answers_for)}.difference(but)
+        pieces_of = of_rank.difference(but)
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             named = None if all_held else pieces_of
             tensors |= own_sections(stage, own, replica=layout.replica, pieces_of=named)
             pieces_of.difference_update(stage.banks.names)
         if self._averages is not None:
-            of_rank = {name for name, rank in owners.items() if rank == layout.pipeline_rank}
             tensors |= self._averages.sections(own, None if all_held else of_rank)
         tensors |= feedback_sections(self._reducer.feedback, self.num_trained, layout)
         tensors |= threshold_sections(self.stage_messages.thresholds, self.num_trained, layout)
@@ -529,10 +528,6 @@ class Pipeline:
         self._check_drained()
         assert self.balancer is not None, "who gives shares shares out"
         self.balancer.begin(shares)
-
-    def received(self, stage: int, num_samples: int) -> Sequence[TensorSpec]:
-        """What a stage receives from the one before it for a micro-batch of so many samples."""
-        return self._boundaries.forward(stage, num_samples).specs
 
     @property
     def read_ahead(self) -> int:

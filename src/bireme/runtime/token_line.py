@@ -142,7 +142,7 @@ def continued(
     most: int,
     line: TokenLine | None = None,
 ) -> Iterator[int]:
-    """At most so many tokens after the `first` ones, each chosen from its scores after the last `context`
+    """At most `most` tokens after the `first` ones, each chosen from its scores after the last `context`
     tokens, until None is chosen. Rank 0 of a line gives all of them. Each other rank must iterate to the end.
     """
     rank, last = (0, 0) if line is None else (line.rank, line.last)

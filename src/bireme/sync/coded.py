@@ -132,20 +132,15 @@ class GradientSummation:
         done = {*whole, *(one.name for one in matrices)}
         left = [name for name in names if name not in done and (goes_along or name in gradients.held)]
         word = f"{batch} {group.rank if sender is None else sender}"
-        coder = None if matrices or not coded else coder_of(self.codec)
-        of_sums = coder_of(self.codec.of_sums, has_feedback=self.codec.has_feedback) if is_cut else None
+        coder = None if matrices or not coded else coder_of(self.codec, keeps=self.feedback is not None)
+        of_sums = coder_of(self.codec.of_sums, keeps=self.feedback is not None) if is_cut else None
         most_bytes = min(slice_bytes, PART_SLICE_BYTES) if in_parts else slice_bytes
         if goes_along:
             views[_FLAGS], left = numbers, [_FLAGS, *left]
-        pieces: Sequence[Iterable[Piece]]
-        if to_all:
-            pieces = [[_piece_of(name, views[name], kept.get(name), word) for name in left]]
-        else:
-            cuts = gradients.cuts if in_parts else _even_cuts(left, views, coded, factors, apart)
-            pieces = [
-                _pieces_of(owner, group.rank, word, left, views, cuts, kept) for owner in range(group.size)
-            ]
-            most_bytes //= group.size
+        owners: Sequence[int | None] = [None] if to_all else range(group.size)
+        cuts = _even_cuts(left, views, coded, factors, apart) if is_cut else gradients.cuts
+        pieces = [_pieces_of(owner, group.rank, word, left, views, cuts, kept) for owner in owners]
+        most_bytes //= len(owners)
         if in_parts:
             summed = [name for name in views if name in gradients.held]
             own = (views[name].view(-1)[gradients.cuts[name][group.rank]].nbytes for name in summed)
@@ -201,16 +196,8 @@ class GradientSummation:
             views[name].mul_(factor)
 
 
-def _piece_of(name: str, view: Tensor, kept: dict[str, Tensor] | None, word: str) -> "Piece":
-    """A whole gradient."""
-    residual = None if kept is None or RESIDUAL not in kept else kept[RESIDUAL].view(-1)
-    target = view.view(-1)
-    wanted = target if residual is None else residual
-    return Piece(target, wanted, kept, residual, f"{word} {_seed_name(name)}")
-
-
 def _pieces_of(
-    owner: int,
+    owner: int | None,
     rank: int,
     word: str,
     names: Sequence[str],
@@ -218,16 +205,18 @@ def _pieces_of(
     cuts: Mapping[str, Sequence[slice]],
     kept: Mapping[str, dict[str, Tensor]],
 ) -> Iterable["Piece"]:
-    """What an owner has of some gradients."""
+    """The pieces of some gradients that an owner has; without an owner the gradients whole."""
     for name in names:
-        place = cuts[name][owner]
+        place = slice(0, views[name].numel()) if owner is None else cuts[name][owner]
         if place.start == place.stop:
             continue
         target, own = views[name].view(-1)[place], kept.get(name)
         residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
         wanted = target if residual is None else residual
-        chance, threshold = f"{word} {_seed_name(name)} {owner}", f"{THRESHOLD}.{owner}"
-        yield Piece(target, wanted, own, residual, chance, threshold, is_own=owner == rank)
+        chance, threshold = f"{word} {_seed_name(name)}", THRESHOLD
+        if owner is not None:
+            chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
+        yield Piece(target, wanted, own, residual, chance, threshold, is_own=owner in (None, rank))
 
 
 def _even_cuts(
@@ -354,11 +343,10 @@ def sum_all(
 Coder = Threshold | BlockCodec
 
 
-def coder_of(codec: SumCodec, *, has_feedback: bool | None = None) -> Coder:
-    """What makes messages. Bits that nothing is kept of are rounded by chance, so that no mean is shifted."""
+def coder_of(codec: SumCodec, *, keeps: bool) -> Coder:
+    """What makes messages. Unless one `keeps` what they lack, bits are rounded by chance: no mean is shifted."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
-    keeps = codec.has_feedback if has_feedback is None else has_feedback
     return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not keeps)
 
 

@@ -64,7 +64,7 @@ class Feedback:
             }
 
     def take_back(self, names: Collection[str]) -> None:
-        """Of these no member has a gradient in the batch under way: they are as they were before it."""
+        """Have what is kept of these as before the batch under way: no member has a gradient of them."""
         with self._lock:
             for pair in (self._pairs[name] for name in names):
                 before, newest = pair.copies[1 - pair.newest], pair.copies[pair.newest]
