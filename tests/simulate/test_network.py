@@ -88,6 +88,12 @@ def test_ranks_of_one_server_share_its_card() -> None:
     assert together.makespan_s != apart.makespan_s
 
 
+@pytest.mark.parametrize(("ranks_per_server", "trip_s"), [(None, 0.5), (2, 0.5), (8, 0.0)])
+def test_ranks_agree_in_a_trip_between_servers(ranks_per_server: int | None, trip_s: float) -> None:
+    program = generate("1f1b", num_stages=8, num_microbatches=8, num_batches=1)
+    assert Links(1.0, 0.25, ranks_per_server=ranks_per_server).network(program).agree_s == trip_s
+
+
 @pytest.mark.parametrize("ranks_per_server", [None, 1, 2, 4])
 def test_no_wire_ever_carries_more_than_it_can(ranks_per_server: int | None) -> None:
     program = generate("zbv", num_stages=8, num_microbatches=8, num_batches=3)

@@ -344,7 +344,7 @@ Coder = Threshold | BlockCodec
 
 
 def coder_of(codec: SumCodec, *, keeps: bool) -> Coder:
-    """What makes messages. Unless one `keeps` what they lack, bits are rounded by chance: no mean is shifted."""
+    """What makes messages. Unless one `keeps` what they lack, bits are rounded by chance."""
     if codec.kind is SumKind.THRESHOLD:
         return Threshold(codec.share, codec.life)
     return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not keeps)
