@@ -313,14 +313,15 @@ def test_resuming_from_a_snapshot_with_it_or_without_is_never_having_stopped(sch
         assert rest[0].losses == pytest.approx(expected[0].losses[TAKEN_AFTER:], rel=1e-12)
 
 
-def test_the_schedule_can_change_on_the_way() -> None:
+@pytest.mark.parametrize("later", ["2bw-fresh", "2bw"])
+def test_the_schedule_can_change_on_the_way(later: str) -> None:
     """As it does after a delay warm-up: each rank makes its next pipeline from all that it held."""
     data, seen = token_batches(8, 4), []
     for shard in ("none", "optimizer"):
         first = Setting(plan_for("1f1b", width=2), bank_dtype=SHORT, shard=shard)
         model = model_of(first, tied=False)
         held = [one.held for one in train(model, first, data[:2])]
-        seen.append(train(model, replace(first, plan=plan_for("2bw-fresh", width=2)), data[2:], held))
+        seen.append(train(model, replace(first, plan=plan_for(later, width=2)), data[2:], held))
     expected, found = seen
     assert found[0].losses == expected[0].losses
     for one, other in zip(found, expected, strict=True):
