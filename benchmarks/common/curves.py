@@ -5,9 +5,9 @@ Early losses would press all curves together at the bottom: the part above the t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 
-from bireme.report.palette import AXIS, HUES, INK, PALE_INK, Colour, darker
+from bireme.report.palette import AXIS, HUES, INK, PALE_INK, darker
 from bireme.report.shapes import Anchor, Line, Picture, Shape, Text, round_step
 
 WIDTH, HEIGHT = 880, 400
@@ -63,7 +63,7 @@ class CurvePanel:
         if self.target is not None:
             yield Line(LEFT, self.y(self.target), WIDTH - RIGHT, self.y(self.target), INK)
         ends = []
-        for curve, hue in zip(self.curves, _hues(len(self.curves)), strict=True):
+        for curve, hue in zip(self.curves, cycle((*HUES, *map(darker, HUES))), strict=False):
             for (place, loss), (later, lower) in pairwise(curve.points):
                 if max(loss, lower) <= self.most:
                     ends_at = self.x(later), self.y(lower)
@@ -80,11 +80,6 @@ def curve_picture(title: str, panels: Sequence[CurvePanel]) -> Picture:
     placed = [replace(panel, top=float(HEIGHT * number)) for number, panel in enumerate(panels)]
     shapes = [shape for panel in placed for shape in panel.shapes()]
     return Picture(WIDTH, max(HEIGHT * len(panels), 1), title, tuple(shapes))
-
-
-def _hues(count: int) -> list[Colour]:
-    hues = [*HUES, *map(darker, HUES)]
-    return [hues[number % len(hues)] for number in range(count)]
 
 
 def _marks(least: float, most: float) -> Iterator[float]:

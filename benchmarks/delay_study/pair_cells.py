@@ -5,7 +5,7 @@ updates, with codecs on boundaries, or with both.
 from collections.abc import Iterator, Sequence
 
 from benchmarks.delay_study.study import Cell
-from benchmarks.delay_study.sweeps import Sweep
+from benchmarks.delay_study.sweeps import FIRST_RUNG, Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from bireme.codec.description import BoundaryCodecs
 from bireme.codec.sum_description import parse_sum_codec
@@ -23,7 +23,6 @@ __all__ = ["counted_steps", "is_pair", "pair_lines", "pair_sweeps"]
 
 DEEP, ALONE = (4, 8, 2), (1, 1, 4)
 """Stages, micro-batches and replicas: a pipeline, and devices that each have the whole model."""
-FIRST_RUNG = {"adamw": 2, "muon": 4}
 RUNGS = {"2bw": 0}
 """Of rules that want a lower rate than a synchronous run."""
 PAIRS = (

@@ -5,12 +5,11 @@ from itertools import product
 
 from benchmarks.delay_study.meetings import agreed_named
 from benchmarks.delay_study.study import Cell
-from benchmarks.delay_study.sweeps import Sweep
+from benchmarks.delay_study.sweeps import FIRST_RUNG, Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
 
 __all__ = ["by_agreement", "replica_lines", "replica_sweeps"]
 
-FIRST_RUNG = {"adamw": 2, "muon": 4}
 SHAPES = {4: (4, 4), 8: (2, 2)}
 """By the number of replicas: stages, and micro-batches of a replica's part of 16 samples."""
 RULES = ("fresh+warm-up", "synchronous")

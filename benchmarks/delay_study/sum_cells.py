@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.delay_study.pair_cells import is_pair
 from benchmarks.delay_study.study import Cell
-from benchmarks.delay_study.sweeps import Sweep
+from benchmarks.delay_study.sweeps import FIRST_RUNG, Sweep
 from benchmarks.delay_study.table import FIGURES, Row, table_lines
 from benchmarks.delay_study.task import SIZES
 from bireme.codec.sum_description import parse_sum_codec, sum_cost
@@ -16,7 +16,6 @@ from bireme.model.gpt import GPT
 __all__ = ["sum_lines", "sum_sweeps", "times_fewer"]
 
 CODECS = ("int8", "int4", "int2", "lowrank:4", "threshold:0.01:50", "int3", "lowrank:8", "threshold:0.1:50")
-FIRST_RUNG = {"adamw": 2, "muon": 4}
 NUM_REPEATED = 5
 """So many of the codecs get three seeds."""
 

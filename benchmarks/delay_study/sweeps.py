@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from benchmarks.delay_study.study import Bank, Cell
 
-__all__ = ["Study", "Sweep", "delay_sweeps"]
+__all__ = ["FIRST_RUNG", "Study", "Sweep", "delay_sweeps"]
+
+FIRST_RUNG = {"adamw": 2, "muon": 4}
+"""The best rates of a synchronous run without codecs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,6 @@ def test_a_model_that_cannot_be_cut_writes_whole(monkeypatch: pytest.MonkeyPatch
     assert greedy(parts(mamba, ())[0], first) == reference(mamba, first)
 
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    before = llama.LlamaDecoderLayer.forward
-
     rotary: Any = llama.LlamaRotaryEmbedding
 
     class Around(rotary):  # type: ignore[misc]  # it is imported by name
@@ -164,7 +162,6 @@ def test_a_model_that_cannot_be_cut_writes_whole(monkeypatch: pytest.MonkeyPatch
     found = decoder_of(empty(made("Llama")))
     assert found is not None
     assert found.layers is None
-    assert llama.LlamaDecoderLayer.forward is before
 
 
 def test_models_without_a_cache_of_this_kind_are_not_taken() -> None:

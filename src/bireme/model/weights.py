@@ -161,7 +161,8 @@ class _Folder:
             raise BiremeError(
                 f"{self.folder} holds no weights: neither {_ONE_FILE} nor {_INDEX} nor {METADATA} is there. "
                 "Name a folder that a model was saved to in the safetensors format or by "
-                "torch.distributed.checkpoint, or start from new weights."
+                "torch.distributed.checkpoint, or start from new weights. transformers loads "
+                "pytorch_model.bin, and its save_pretrained writes safetensors."
             )
         return self
 

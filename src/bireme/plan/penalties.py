@@ -247,7 +247,7 @@ def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
 
 BOTH_CODED = 1.05
 """Steps for one of a run with codecs on boundaries and in sums, as a factor of what both cost alone: the
-study's, of `int5` with `int4`. Codecs and delayed updates cost no more together than their product.
+study's, of `int5` with `int4`. Codecs and delayed updates together cost their product.
 """
 
 

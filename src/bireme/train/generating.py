@@ -166,8 +166,9 @@ class TextWriter:
         machines = machines_here(here)
         with TemporaryDirectory() as scratch:
             if self.graph is not None:
-                task = replace(task, graph=Path(scratch) / "graph.json")
-                save_graph(self.graph, Path(scratch) / "graph.json")
+                path = Path(scratch) / "graph.json"
+                save_graph(self.graph, path)
+                task = replace(task, graph=path)
             found = launch(
                 _write_part,
                 task.num_processes,
@@ -240,14 +241,23 @@ def writer_of(
             "for fewer."
         )
     cuts = _planned_cuts(subject, count, whole)
-    known = (tokenizer.num_tokens, whole.context, decoder is not None, count, cuts)
-    task = _Task(subject, run, asked, tuple(first), ends, *known)
+    task = _Task(
+        subject,
+        run,
+        asked,
+        tuple(first),
+        ends,
+        num_tokens=tokenizer.num_tokens,
+        context=whole.context,
+        is_cached=decoder is not None,
+        num_processes=count,
+        cuts=cuts,
+    )
     if count > 1 or is_of_many:
         return TextWriter(task, tokenizer, graph=None if is_of_many or decoder is not None else states)
     progress(0.0, "loading the weights")
-    return TextWriter(
-        task, tokenizer, whole.part(subject.weights(model, states), device, [PartPlace(room_on(device))])
-    )
+    part = whole.part(subject.weights(model, states), device, [PartPlace(room_on(device))])
+    return TextWriter(task, tokenizer, part)
 
 
 def _written(
