@@ -241,18 +241,8 @@ def writer_of(
             "for fewer."
         )
     cuts = _planned_cuts(subject, count, whole)
-    task = _Task(
-        subject,
-        run,
-        asked,
-        tuple(first),
-        ends,
-        num_tokens=tokenizer.num_tokens,
-        context=whole.context,
-        is_cached=decoder is not None,
-        num_processes=count,
-        cuts=cuts,
-    )
+    known = (tokenizer.num_tokens, whole.context, decoder is not None, count, cuts)
+    task = _Task(subject, run, asked, tuple(first), ends, *known)
     if count > 1 or is_of_many:
         return TextWriter(task, tokenizer, graph=None if is_of_many or decoder is not None else states)
     progress(0.0, "loading the weights")
