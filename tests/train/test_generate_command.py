@@ -240,6 +240,15 @@ def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:
         writer_of(subject, TextRequest("a", 1, 0.0, 0), lambda _done, _what: None)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    """A token that the model does not know ended in a traceback."""
+    subject = subject_of(
+        str(save_llama(tmp_path, vocab_size=50)), ["data.tokenizer=bytes"], lambda _text: None
+    )
+    with pytest.raises(BiremeError, match="The tokenizer has 257 tokens but the model 50"):
+        writer_of(subject, TextRequest("a", 1, 0.0, 0), lambda _done, _what: None)
+
+
 def test_the_folder_of_an_adapter_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:
     """It was said to lack weights, and a run with an adapter ends with the name of this folder."""
     for name in ("adapter_config.json", "bireme.json"):

@@ -28,7 +28,7 @@ from bireme.runtime.launch import launch
 from bireme.runtime.token_line import TokenLine, continued
 from bireme.runtime.world import World
 from bireme.train.data.encoding import chat_form
-from bireme.train.data.prepare import vocabulary_of
+from bireme.train.data.prepare import check_tokenizer, vocabulary_of
 from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 from bireme.train.folder import RunFolder
 from bireme.train.machines import machines_here
@@ -363,12 +363,15 @@ def _check_writes(model: RunModel, name: str) -> None:
 
 
 def _tokenizer_of(model: RunModel) -> Tokenizer:
-    """The tokenizer of a run."""
-    return load_tokenizer(
+    """The tokenizer of a run, all of whose tokens the model knows."""
+    vocabulary = vocabulary_of(model.source.base)
+    tokenizer = load_tokenizer(
         model.run.data.tokenizer,
         model_folder=folder_of(model.run.model.source),
-        model_vocabulary=vocabulary_of(model.source.base),
+        model_vocabulary=vocabulary,
     )
+    check_tokenizer(tokenizer, vocabulary)
+    return tokenizer
 
 
 def _first(subject: Subject, tokenizer: Tokenizer, asked: TextRequest) -> tuple[list[int], frozenset[int]]:

@@ -54,7 +54,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return None
 
 
-def _check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
+def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
     """All that a tokenizer can give must be tokens of the model."""
     if vocabulary is not None and tokenizer.num_tokens > vocabulary:
         raise BiremeError(
@@ -391,7 +391,7 @@ def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokeni
         request.tokenizer, model_folder=model.folder, model_vocabulary=model.vocabulary
     )
     if holds_text:
-        _check_tokenizer(tokenizer, model.vocabulary)
+        check_tokenizer(tokenizer, model.vocabulary)
     return tokenizer
 
 
