@@ -1,5 +1,6 @@
 """Replicas that agree by quorum: the same as one process on the committed samples, whoever dies when."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -131,6 +132,7 @@ class Walk:
         self._points = list(points)
         self._replicas: Replicas | None = None
         self._counted: Counter[tuple[RankId, int]] = Counter()
+        self._lock = threading.Lock()
         self.num_killed = 0
 
     def run(self, replicas: Replicas) -> None:
@@ -141,19 +143,20 @@ class Walk:
         """A point is a replica, a stage, and how many instructions of a batch go before."""
         self._counted[rank, step.batch] += 1
         replicas = self._replicas
-        if replicas is None or self.num_killed >= len(self._points):
+        if replicas is None:
             return
-        replica, stage, place = self._points[self.num_killed]
-        life = replicas.lives[replica]
-        if (
-            replicas.are_whole
-            and rank == RankId(replica, life, stage)
-            and self._counted[rank, step.batch] > place
-        ):
+        with self._lock:  # two replicas that died at once would leave nobody who has the weights
+            if self.num_killed >= len(self._points):
+                return
+            replica, stage, place = self._points[self.num_killed]
+            life = RankId(replica, replicas.lives[replica], stage)
+            if not replicas.are_whole or rank != life or self._counted[rank, step.batch] <= place:
+                return
+            replicas.condemn(rank.own_life)
             self.num_killed += 1
             if self.num_killed == len(self._points):
                 replicas.num_batches = step.batch + PER_KILL
-            raise Killed
+        raise Killed
 
     def pace(self, _rank: RankId, _batch: int) -> None:
         assert self._replicas is not None

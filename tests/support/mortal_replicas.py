@@ -326,7 +326,8 @@ class Replicas:
                 if not living:
                     break
                 living[0].join(0.1)
-                assert time.monotonic() < end_s, "a rank does not end"
+                errors = [repr(one.error) for one in list(self.seen.values()) if one.error is not None]
+                assert time.monotonic() < end_s, f"a rank does not end. Errors: {errors}"
         finally:
             self.hub.close()
         errors = [one.error for one in self.seen.values() if one.error is not None]
@@ -344,9 +345,13 @@ class Replicas:
                 self._revives = False
                 self.kill(life)
 
+    def condemn(self, life: Incarnation) -> None:
+        """A rank of it is about to raise `Killed`: from now on the replicas are not whole."""
+        self._killed.add(life)
+
     def kill(self, life: Incarnation) -> None:
         """As if a process of that replica had died: the launcher sees it, and the others learn of it."""
-        self._killed.add(life)
+        self.condemn(life)
         with self._lock:
             agents = self._agents.pop(life, None)
         if agents is None:
