@@ -19,7 +19,7 @@ from bireme.errors import BiremeError
 from bireme.report.cluster_table import print_cluster
 from bireme.schedule.catalogue import generate
 from bireme.simulate.costs import Costs
-from bireme.simulate.links import cluster_network, ring_latency_s, round_trip_s
+from bireme.simulate.links import agreement_s, cluster_network, ring_latency_s, round_trip_s
 from bireme.simulate.network import Network, Traffic
 from bireme.simulate.simulator import simulate
 from tests.support.clusters import clusters
@@ -215,19 +215,26 @@ def test_a_ring_takes_as_long_as_what_it_crosses_most() -> None:
         network = cluster_network(cluster, program, [0], replicas={0: [0, 1, 2, 3]})
         ring = network.sync_paths[0]
         assert network.seconds(ring, 1e9) == 1e9 / rate
-        assert ring.latency_s == pytest.approx(2 * 2 * 3 * 2e-3)
+        assert ring.latency_s == pytest.approx(2 * 3 * 2e-3)
 
 
-@pytest.mark.parametrize(("kind", "times"), [("cuda", 1), ("cpu", 2)])
-def test_messages_that_wait_for_each_other_each_have_their_latency(kind: str, times: int) -> None:
-    """gloo asks before it sends. In a round, which it has no part in, two members exchange what they have."""
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_messages_that_wait_for_each_other_each_have_their_latency(kind: str) -> None:
+    """Members on hosts of their own send parts and then sums; NCCL, a round, and members that share a host
+    go around a ring.
+    """
     device = replace(PLAIN, kind=kind)
     cards = (Card("card0", (0, 1), Link(1e9, latency_s)) for latency_s in (1e-3, 2e-3, 5e-3))
     cluster = Cluster(tuple(Server(f"server{n}", (device,) * 2, cards=(own,)) for n, own in enumerate(cards)))
-    assert ring_latency_s(cluster, [0, 2, 4]) == pytest.approx(times * 2 * 2 * 7e-3)
+    is_nccl = kind == "cuda"
+    assert ring_latency_s(cluster, [0, 2, 4]) == pytest.approx(2 * (2 if is_nccl else 1) * 7e-3)
+    assert ring_latency_s(cluster, [0, 2, 4], is_direct=True) == pytest.approx(2 * 7e-3)
+    assert ring_latency_s(cluster, [0, 1, 2, 4]) == pytest.approx(2 * 3 * 7e-3)
     assert ring_latency_s(cluster, [0, 2, 4], in_round=True) == pytest.approx(2 * 2 * 7e-3)
-    assert ring_latency_s(cluster, [0, 2], in_round=True) == pytest.approx(3e-3)
+    assert ring_latency_s(cluster, [0, 2]) == pytest.approx((2 if is_nccl else 1) * 3e-3)
     assert ring_latency_s(cluster, [0], in_round=True) == ring_latency_s(cluster, [0]) == 0
+    assert agreement_s(cluster, [0, 2], has_replicas=True) == pytest.approx((2 if is_nccl else 1) * 3e-3)
+    assert agreement_s(cluster, [0, 2], has_replicas=False) == pytest.approx(2 * 3e-3)
     for devices in permutations((0, 2, 3, 4)):
         assert round_trip_s(cluster, devices) == pytest.approx(2 * 7e-3)
     assert round_trip_s(cluster, [2, 3]) == round_trip_s(cluster, [1]) == 0

@@ -17,8 +17,9 @@ from torch import Tensor
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
+from bireme.runtime.line_group import LineGroup
 from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
-from bireme.runtime.socket_transport import SocketPending, SocketTransport, meet
+from bireme.runtime.socket_transport import SocketPending, SocketTransport, hosts_met, meet, met
 from bireme.runtime.stage_messages import Channel, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
@@ -318,14 +319,12 @@ class DistFabric:
             transport = NcclTransport(ranks, routes, world.device)
         else:
             place = ranks.index(world.rank)
-            # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
-            number = world.store.add(f"meetings of {world.rank}", 1)
             neighbors = neighbors_of(place, routes)
             if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
                 neighbors |= set(range(1, world.size)) if place == 0 else {0}
             lines = meet(
                 world.store,
-                f"meeting {number}",
+                self._next_meeting(),
                 rank=place,
                 ranks=ranks,
                 neighbors=neighbors,
@@ -350,10 +349,31 @@ class DistFabric:
         return self._watched(everyone)
 
     def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
-        """A new group of some processes; None if this one is not of them."""
-        with self._world.sealed():
+        """A new group of some processes; None if this one is not of them. With the backend nccl it is one of
+        torch.distributed, else over sockets of its own.
+        """
+        world = self._world
+        if world.backend == "nccl":
             made = dist.new_group(list(ranks))
-        return self._watched(made) if self.rank in ranks else None
+            return self._watched(made) if self.rank in ranks else None
+        name = self._next_meeting()
+        if self.rank not in ranks:
+            return None
+        place, waits_s = ranks.index(self.rank), world.timeout_s
+        others = [one for one in range(len(ranks)) if one != place]
+        sockets, _ = met(world.store, name, place, ranks, others, waits_s)
+        lines = {peer: one for (peer, _), one in sockets.items()}
+        hosts = hosts_met(world.store, name, ranks)
+        group = LineGroup(place, ranks, lines, hosts, timeout_s=waits_s)
+        world.watch.abort_on_failure(group)
+        return group
+
+    def _next_meeting(self) -> str:
+        """A name for it: all ranks have the same meetings. Counted in the store: a world may see many
+        fabrics.
+        """
+        world = self._world
+        return f"meeting {world.store.add(f'meetings of {world.rank}', 1)}"
 
     def _watched(self, made: dist.ProcessGroup) -> DistGroup:
         group = DistGroup(made)

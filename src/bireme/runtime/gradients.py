@@ -28,7 +28,7 @@ from bireme.runtime.stepper import Home, Stepped, Stepper
 from bireme.runtime.trial import ParameterRows, pieces_of
 from bireme.schedule.program import Rule
 from bireme.sync.exchange import BatchGradients
-from bireme.sync.slices import PART_SLICE_BYTES
+from bireme.sync.slices import DENSE_SLICE_BYTES
 
 # Gradients that are kept as principal components: a stream for each batch, and what streams go on from.
 #
@@ -261,7 +261,7 @@ class GradientParts:
     def _sum(self, batch: int, gradients: BatchGradients) -> None:
         """Add the sums to what there is of the batch; the rest is not needed from then on."""
         sharers = self._sharers
-        sharers.how.sum(sharers.sums, self.names, gradients, PART_SLICE_BYTES, sharers.summed, batch=batch)
+        sharers.how.sum(sharers.sums, self.names, gradients, DENSE_SLICE_BYTES, sharers.summed, batch=batch)
         for arena, part in self._arenas:
             for name, piece in part.views(arena.flat).items():
                 if name in gradients.held and name in self.held:

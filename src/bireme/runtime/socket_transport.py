@@ -417,7 +417,10 @@ class SocketTransport:
 # How ranks find one another for sockets: each says in the store where it listens, the later rank calls.
 
 _PURPOSE = Struct("<IBI")
-"""The rank that calls, for which of the two lines, and the longest message that goes over the small one."""
+"""The rank that calls, for which of the lines, and the longest message that goes over the small one."""
+
+_TWO = (0, 1)
+"""The small line and the large one."""
 
 
 def meet(
@@ -429,7 +432,29 @@ def meet(
     neighbors: Collection[int],
     timeout_s: float,
 ) -> dict[int, Lines]:
-    """Sockets to the neighbors of a rank, which are numbered by their places in `ranks`, as it is.
+    """The two sockets to each neighbor of a rank, as of `met`."""
+    sockets, limits = met(store, name, rank, ranks, neighbors, timeout_s, lines=_TWO)
+    own_bytes = ordinary_bytes()
+    lines = {
+        peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer])) for peer in neighbors
+    }
+    for pair in lines.values():
+        pair.prepare()
+    return lines
+
+
+def met(
+    store: Store,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    neighbors: Collection[int],
+    timeout_s: float,
+    *,
+    lines: Sequence[int] = (0,),
+) -> tuple[dict[tuple[int, int], socket.socket], dict[int, int]]:
+    """Sockets to the neighbors of a rank, one for each of the `lines`, and what is an ordinary message to
+    each. Neighbors are numbered by their places in `ranks`, as the rank is.
 
     `name` must be this meeting's own in the store. All of `ranks` take part. Whoever can read the store can
     connect.
@@ -439,10 +464,10 @@ def meet(
     limits: dict[int, int] = {}
     with ExitStack() as undo:
         undo.callback(_close_all, sockets)
-        key, doorway = new_key(), Doorway(2 * len(neighbors) + 16)
+        key, doorway = new_key(), Doorway(len(lines) * len(neighbors) + 16)
         poller = Poller()
         undo.callback(poller.close)
-        expected = {(peer, line) for peer in neighbors if peer > rank for line in (0, 1)}
+        expected = {(peer, line) for peer in neighbors if peer > rank for line in lines}
 
         def take(caller: Caller) -> None:
             peer, line, its_bytes = _PURPOSE.unpack_from(caller.purpose)
@@ -459,7 +484,7 @@ def meet(
             store.wait([where], timedelta(seconds=timeout_s))
             its_bytes, its_key, address = store.get(where).decode().split(maxsplit=2)
             limits[peer] = int(its_bytes)
-            for line in (0, 1):
+            for line in lines:
                 sockets[peer, line] = call(address, its_key, _PURPOSE.pack(rank, line, own_bytes), timeout_s)
         ends_s = time.monotonic() + timeout_s
         while absent := expected - sockets.keys():
@@ -467,14 +492,14 @@ def meet(
                 raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
             poller.wait(min(LOOK_S, timeout_s))
             listener.sweep()
-        lines = {
-            peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer]))
-            for peer in neighbors
-        }
-        for pair in lines.values():
-            pair.prepare()
+        found = dict(sockets)
         sockets.clear()
-    return lines
+    return found, limits
+
+
+def hosts_met(store: Store, name: str, ranks: Sequence[int]) -> list[str]:
+    """The addresses of the hosts of all who have met, in their order."""
+    return [store.get(f"{name}/{rank}").decode().split()[2] for rank in ranks]
 
 
 def _close_all(sockets: Mapping[tuple[int, int], socket.socket]) -> None:

@@ -70,8 +70,11 @@ def cluster_network(
         sync_paths[rank] = Path(
             wires.of(tuple(lanes)), late_s, loads=loads, curved=curved, parts=ring_parts(ring)
         )
-    agreeing = {*devices, *(device for ring in (replicas or {}).values() for device in ring)}
-    return Network(tuple(wires.wires), paths, sync_paths, round_trip_s(cluster, agreeing))
+    rings = [*(replicas or {}).values()]
+    agreeing = {*devices, *(device for ring in rings for device in ring)}
+    has_replicas = any(len(ring) > 1 for ring in rings)
+    agree_s = agreement_s(cluster, agreeing, has_replicas=has_replicas)
+    return Network(tuple(wires.wires), paths, sync_paths, agree_s)
 
 
 class _Wires:
@@ -95,35 +98,44 @@ def ring_lanes(path: Callable[[int, int], Sequence[Lane]], devices: Sequence[int
 
 
 # Latency of what several ranks do together, whatever the bytes: messages that wait for each other.
-#
-# gloo asks before it sends: the receiver tells the sender that it is ready, and only then the bytes go. NCCL,
-# which joins CUDA devices, and Bireme's own connections do not ask.
 
 
 def ring_latency_s(
     cluster: Cluster, devices: Collection[int], *, is_direct: bool = False, in_round: bool = False
 ) -> float:
-    """The latency of a sum over these devices: 2 (n - 1) messages, one after the other. A sum that
-    `is_direct` sends parts and then the sums of parts to all others at once. A sum `in_round` goes over
-    Bireme's own connections, on which two members exchange what they have.
+    """The latency of a sum over these devices. In a ring 2 (n - 1) messages follow each other: over NCCL,
+    which joins CUDA devices, in a round, and where some of several servers have several members, because a
+    ring crosses each server's card once. All others, and those that are `is_direct`, send parts to their
+    owners, and then the sums of parts to all. Two members exchange what they have, except over NCCL.
     """
     ring = sorted(set(devices))
-    num_messages = 2 * (len(ring) - 1)
-    if is_direct:
-        num_messages = min(num_messages, 2)
-    if in_round:
-        num_messages = min(num_messages, 1) if len(ring) == 2 else num_messages
-    elif any(cluster.devices()[device].device.kind != "cuda" for device in ring):
-        num_messages *= 2
-    return num_messages * max((cluster.latency(*hop) for hop in hops(ring)), default=0.0)
+    if len(ring) == 1:
+        return 0.0
+    servers = {cluster.devices()[device].server for device in ring}
+    is_nccl = not in_round and _over_nccl(cluster, ring)
+    is_ring = is_nccl or in_round or 1 < len(servers) < len(ring)
+    num_messages = 2 * (len(ring) - 1) if is_ring and not is_direct else 2
+    if len(ring) == 2 and not is_nccl:
+        num_messages = 1
+    return num_messages * max(cluster.latency(*hop) for hop in hops(ring))
+
+
+def _over_nccl(cluster: Cluster, devices: Collection[int]) -> bool:
+    placed = cluster.devices()
+    return all(placed[device].device.kind == "cuda" for device in devices)
+
+
+def agreement_s(cluster: Cluster, devices: Collection[int], *, has_replicas: bool) -> float:
+    """The latency of the agreement on a batch. Ranks of a pipeline alone send their numbers to the first
+    rank, which sends back the sum. With replicas each sends its own to all; beside NCCL that is done by gloo,
+    which asks before it sends.
+    """
+    trip_s = round_trip_s(cluster, devices)
+    return trip_s / 2 if has_replicas and not _over_nccl(cluster, devices) else trip_s
 
 
 def round_trip_s(cluster: Cluster, devices: Collection[int]) -> float:
-    """The latency of a message there and back on the slowest way between two of these devices.
-
-    Ranks agree on a batch in that time. Those of a pipeline alone send their numbers to the first rank, which
-    sends back the sum. With replicas each rank sends its numbers to all by gloo, which asks before.
-    """
+    """The latency of a message there and back on the slowest way between two of these devices."""
     placed = cluster.devices()
     of_servers = {placed[device].server: device for device in sorted(devices, reverse=True)}
     ends = list(of_servers.values()) if len(of_servers) > 1 else sorted(devices)

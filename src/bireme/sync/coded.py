@@ -36,7 +36,7 @@ from bireme.sync.exchange import (
 )
 from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
 from bireme.sync.group import DirectSums, Group, Pending
-from bireme.sync.slices import NUM_IN_FLIGHT, PART_SLICE_BYTES
+from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
 _FLAGS = ""
 """The name of the numbers that tell which gradients a member has."""
@@ -81,7 +81,7 @@ class GradientSummation:
             return
         if self.codec == DENSE and factors is None:
             if self._in_parts:
-                sum_parts(group, names, gradients, min(slice_bytes, PART_SLICE_BYTES), sent)
+                sum_parts(group, names, gradients, min(slice_bytes, DENSE_SLICE_BYTES), sent)
             else:
                 sum_in_slices(group, names, gradients, gradients.flats, slice_bytes, sent)
             return
@@ -134,7 +134,7 @@ class GradientSummation:
         word = f"{batch} {group.rank if sender is None else sender}"
         coder = None if matrices or not coded else coder_of(self.codec, keeps=self.feedback is not None)
         of_sums = coder_of(self.codec.of_sums, keeps=self.feedback is not None) if is_cut else None
-        most_bytes = min(slice_bytes, PART_SLICE_BYTES) if in_parts else slice_bytes
+        most_bytes = min(slice_bytes, DENSE_SLICE_BYTES) if in_parts else slice_bytes
         if goes_along:
             views[_FLAGS], left = numbers, [_FLAGS, *left]
         owners: Sequence[int | None] = [None] if to_all else range(group.size)

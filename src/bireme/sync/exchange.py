@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
-from bireme.sync.group import Group, Pending
-from bireme.sync.slices import NUM_IN_FLIGHT
+from bireme.sync.group import Group, Pending, add_in_order
+from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
 # Norms of many tensors in a few calls, with one look at the device.
 
@@ -219,7 +219,7 @@ def sum_flats(
 ) -> None:
     """Sum flat tensors over a group, in place; `before` has been begun there, and is waited for too."""
     under_way: deque[Pending] = deque([] if before is None else [before])
-    for piece in _slices(flats, slice_bytes):
+    for piece in _slices(flats, min(slice_bytes, DENSE_SLICE_BYTES)):
         if len(under_way) > NUM_IN_FLIGHT:
             under_way.popleft().wait()
         under_way.append(group.all_reduce(piece))
@@ -314,13 +314,7 @@ class _Round:
         self.pending.wait()
         if not len(self.own):
             return
-        in_order = [*self.taken.view(self.num_others, -1)]
-        in_order.insert(self.member, self.own)
-        total, *others = in_order
-        for other in others:
-            total.add_(other)
-        if total is not self.own:
-            self.own.copy_(total)
+        add_in_order(self.own, self.member, [*self.taken.view(self.num_others, -1)])
 
 
 def _begin(group: Group, pieces: Sequence[Tensor], sent: SentBytes) -> _Round:

@@ -264,6 +264,17 @@ class DirectSums:
         return Waiting(wait)
 
 
+def add_in_order(own: Tensor, member: int, others: Sequence[Tensor]) -> None:
+    """Replace what that member has by its sum with what all others have, which is lost. The sum has the same
+    bits whoever makes it.
+    """
+    total, *rest = [*others[:member], own, *others[member:]]
+    for one in rest:
+        total.add_(one)
+    if total is not own:
+        own.copy_(total)
+
+
 class SingleRankGroup:
     """A group of this rank alone, which agrees with itself at once."""
 

@@ -1,16 +1,16 @@
 """Into which slices sums over replicas are cut, and what memory those take that are on their way."""
 
 SLICE_BYTES = 25 * 2**20
-"""Of sums that all members get. They are made in place."""
+"""Of gradients that all members get the sums of through a codec."""
 
-PART_SLICE_BYTES = 2**22
-"""Of sums of which each member gets its part: what members send each other lies beside the gradients."""
+DENSE_SLICE_BYTES = 2**22
+"""Of gradients that are summed as they are: what members send each other lies beside them."""
 
 NUM_IN_FLIGHT = 3
 """How many slices may be on their way at once, before one more is begun."""
 
 
-PART_BYTES_IN_FLIGHT = (NUM_IN_FLIGHT + 1) * PART_SLICE_BYTES
+DENSE_BYTES_IN_FLIGHT = (NUM_IN_FLIGHT + 1) * DENSE_SLICE_BYTES
 """Of gradients, the most that are under way at once while they are summed in parts."""
 
 
@@ -27,4 +27,4 @@ def beside_parts(num_members: int) -> float:
 
 def part_sum_bytes(gradient_bytes: float, num_members: int) -> float:
     """The most memory that a member needs beside its gradients while these are summed in parts."""
-    return beside_parts(num_members) * min(gradient_bytes, PART_BYTES_IN_FLIGHT)
+    return beside_parts(num_members) * min(gradient_bytes, DENSE_BYTES_IN_FLIGHT)

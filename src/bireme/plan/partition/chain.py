@@ -17,7 +17,7 @@ import numpy.typing as npt
 from bireme.errors import BiremeError
 from bireme.profile.profile import KeptMemory, Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
-from bireme.sync.slices import PART_BYTES_IN_FLIGHT, beside_parts
+from bireme.sync.slices import DENSE_BYTES_IN_FLIGHT, beside_parts
 
 # The bytes of every range of units that could be a stage, all at once.
 #
@@ -387,7 +387,7 @@ class Chain:
         gradients in parts takes besides. One of them keeps more than its part, where parts are unequal.
         """
         own = self.bytes
-        beside = beside_parts(sharers) * np.minimum(own.gradient, PART_BYTES_IN_FLIGHT)
+        beside = beside_parts(sharers) * np.minimum(own.gradient, DENSE_BYTES_IN_FLIGHT)
         workspace = own.workspace + np.ceil(beside).astype(np.int64)
         most = np.minimum((1 - 1 / sharers) * own.optimizer, more_of_an_owner).astype(np.int64)
         kept = replace(own, optimizer=-(-own.optimizer // sharers) + most, workspace=workspace)

@@ -171,19 +171,21 @@ class ReplicaNetworks:
             tuple(Wire(lane.name, lane.bytes_per_s) for lane in slowest.values()),
             {ends: message_path(ends) for ends in self._pairs},
             {rank: ring_path(rank, late_s) for rank, late_s in enumerate(self._ring_latencies_s[site])},
-            problem.round_trip_s(self._agreeing(replica, site)),
+            self._agreement_s(replica, site),
         )
 
-    def _agreeing(self, replica: int, site: int) -> frozenset[int]:
-        """The devices whose ranks agree on a batch: of the site, or of the replica alone if the sum over
-        replicas is a round.
+    def _agreement_s(self, replica: int, site: int) -> float:
+        """How late the agreement on a batch is: of the ranks of the site, or of the replica alone if the sum
+        over replicas is a round.
         """
         if self._problem.sums_in_rounds:
-            return frozenset(row[replica] for row in self._grid)
+            alone = frozenset(row[replica] for row in self._grid)
+            return self._problem.agreement_s(alone, has_replicas=False)
         if site not in self._members:
             own = self._sites[site]
             self._members[site] = frozenset(chain.from_iterable(row[own] for row in self._grid))
-        return self._members[site]
+        has_replicas = len(self._members[site]) > len(self._grid)
+        return self._problem.agreement_s(self._members[site], has_replicas=has_replicas)
 
     @cached_property
     def _ring_latencies_s(self) -> list[list[float]]:

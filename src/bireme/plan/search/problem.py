@@ -28,7 +28,7 @@ from bireme.profile.estimate import device_profiles
 from bireme.profile.profile import Profile
 from bireme.schedule.catalogue import SCHEDULES, schedule_named
 from bireme.schedule.program import Rule
-from bireme.simulate.links import ring_curved, round_trip_s
+from bireme.simulate.links import agreement_s, ring_curved, round_trip_s
 
 _UPDATING_EARLY = frozenset({"2bw", "2bw-fresh"})
 """Schedules whose updates can come early."""
@@ -112,6 +112,7 @@ class PlanningProblem:
         self.overlap: Callable[[int, int], Overlap] = cache(cluster.overlap)
         self.round_trip_s: Callable[[frozenset[int]], float] = cache(partial(round_trip_s, cluster))
         """The latency of a message there and back between two of some devices: see `links.round_trip_s`."""
+        self.agreement_s = cache(partial(agreement_s, cluster))
 
     @property
     def sums_in_rounds(self) -> bool:

@@ -37,7 +37,7 @@ from bireme.sync.reducer import (
     reduced_of,
 )
 from bireme.sync.rounds.contribution import NO_DIGEST, CodedFlats, Contribution, bases_in
-from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
+from bireme.sync.slices import DENSE_SLICE_BYTES, SLICE_BYTES
 
 # A site: several replicas that share an optimizer or weights, and live and die together.
 #
@@ -209,7 +209,7 @@ class RoundReducer(Reducer):
     def _add_up(self, site: Group, gradients: BatchGradients, contributed: BatchGradients) -> None:
         """Sum a batch over the site. All its ranks call it."""
         names = [name for name in gradients.views if name not in self._tied]
-        sum_parts(site, names, gradients, PART_SLICE_BYTES, self.sent)
+        sum_parts(site, names, gradients, DENSE_SLICE_BYTES, self.sent)
         contributed.held.update(gradients.held & contributed.views.keys())
 
     def _sum_tied(self, contributed: BatchGradients, settled: RoundSum) -> BatchGradients:

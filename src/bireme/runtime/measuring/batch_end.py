@@ -34,7 +34,7 @@ from bireme.runtime.stage import LOSS, Stage
 from bireme.runtime.world import World
 from bireme.schedule.instruction import RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.sync.exchange import BatchGradients, sum_flats
-from bireme.sync.slices import PART_SLICE_BYTES, SLICE_BYTES
+from bireme.sync.slices import DENSE_SLICE_BYTES, SLICE_BYTES
 from bireme.timeline.timeline import Timeline
 
 # What instructions and messages take, read off what ranks of a machine did with messages of two sizes.
@@ -218,7 +218,7 @@ def exchange_costs(joined: Fabric, device: torch.device, known: EngineCost) -> E
         arena.take()
         arena.flat.fill_(0.0)
         gradients = BatchGradients(arena.views, {"weights"}, [arena.flat], parts=[parts])
-        sharers.how.sum(group, ["weights"], gradients, PART_SLICE_BYTES, sharers.summed, batch=0)
+        sharers.how.sum(group, ["weights"], gradients, DENSE_SLICE_BYTES, sharers.summed, batch=0)
         arena.let_go()
 
     def median_s(exchange: Callable[[], None]) -> float:

@@ -247,6 +247,7 @@ class RoundGroup:
     ) -> None:
         self.members = tuple(members)
         self.rank, self.size = self.members.index(me), len(self.members)
+        self.others = [place for place in range(self.size) if place != self.rank]
         lines = {member: line_to(member) for member in self.members if member != me}
         for line in lines.values():
             line.begin(stamp)
@@ -264,10 +265,7 @@ class RoundGroup:
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
         into[self.rank].copy_(tensor)
-        return self._exchanged(
-            dict.fromkeys(self._traffic.lines, tensor),
-            {member: into[place] for place, member in enumerate(self.members) if place != self.rank},
-        )
+        return self.swap(dict.fromkeys(self.others, tensor), {place: into[place] for place in self.others})
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
@@ -275,17 +273,15 @@ class RoundGroup:
         """Begin to send every member its part of `given`, and to fill `taken` with what all send here."""
         parts, places = torch.split(given, list(lengths)), torch.split(taken, list(taken_lengths))
         places[self.rank].copy_(parts[self.rank])
-        others = [place for place in range(self.size) if place != self.rank]
-        return self._exchanged(
-            {self.members[place]: parts[place] for place in others},
-            {self.members[place]: places[place] for place in others},
+        return self.swap(
+            {place: parts[place] for place in self.others}, {place: places[place] for place in self.others}
         )
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
         if source != self.rank:
-            return self._exchanged({}, {self.members[source]: tensor})
-        return self._exchanged(dict.fromkeys(self._traffic.lines, tensor), {})
+            return self.swap({}, {source: tensor})
+        return self.swap(dict.fromkeys(self.others, tensor), {})
 
     def add_up(
         self,
@@ -306,10 +302,10 @@ class RoundGroup:
         if self.size == 1:
             for piece in pieces:
                 piece.into.copy_(piece.scaled(factor))
-            return Waiting(partial(self.finish, set()))
+            return Waiting()
         ring = _Ring(self, pieces, factor, self._numbers(len(pieces)))
         ring.begin()
-        return Waiting(partial(self.finish, ring.missing))
+        return Waiting(partial(self.finish, ring.missing, ring.numbers))
 
     def send(self, to: int, kind: int, piece: int, what: Tensor) -> None:
         """Send a frame to the member at that place. The tensor must stay as it is."""
@@ -321,26 +317,34 @@ class RoundGroup:
         self._arrives[piece] = lambda _member, tag: then(tag)
         self._traffic.lines[self.members[source]].expect(Tag(self._stamp, kind, piece), bytes_of(into))
 
-    def finish(self, missing: set[int]) -> None:
-        """Return when none of these pieces is missing, and all that others need is sent."""
+    def finish(self, missing: set[int], numbers: range) -> None:
+        """Return when nothing is missing of the pieces of these numbers, and all that others need is sent."""
         self._traffic.go(lambda: not missing, lambda member, tag: self._arrives[tag.piece](member, tag))
         self._held.clear()
+        for number in numbers:
+            self._arrives.pop(number, None)
 
-    def _exchanged(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Pending:
-        """Tensors for some members and from some, as frames of one piece."""
-        (number,) = self._numbers(1)
-        missing = set(taken)
-        self._arrives[number] = lambda member, _tag: missing.discard(member)
-        tag = Tag(self._stamp, _WHOLE, number)
-        for member, what in given.items():
-            flat = what.contiguous()
-            self._held.append(flat)
-            self._traffic.lines[member].send(tag, bytes_of(flat))
-        for member, into in taken.items():
-            self._traffic.lines[member].expect(tag, bytes_of(into))
-        return Waiting(partial(self.finish, missing))
+    def swap(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Pending:
+        """Begin to send tensors to the members at some places and to fill others with what some send. As much
+        goes at once as the kernel takes. A tensor without elements is not sent.
+        """
+        numbers = self._numbers(1)
+        tag = Tag(self._stamp, _WHOLE, numbers.start)
+        missing = {self.members[place] for place, into in taken.items() if into.numel()}
+        self._arrives[tag.piece] = lambda member, _tag: missing.discard(member)
+        for place, what in given.items():
+            if what.numel():
+                flat, line = what.contiguous(), self._traffic.lines[self.members[place]]
+                self._held.append(flat)
+                line.send(tag, bytes_of(flat))
+                line.move_out()
+        for place, into in taken.items():
+            if into.numel():
+                self._traffic.lines[self.members[place]].expect(tag, bytes_of(into))
+        return Waiting(partial(self.finish, missing, numbers))
 
     def _numbers(self, num: int) -> range:
+        """So many numbers for pieces, the next ones."""
         self._num_pieces += num
         return range(self._num_pieces - num, self._num_pieces)
 
@@ -362,14 +366,14 @@ class _Ring:
     """Pieces that go around among all members of a group, of which there are at least two."""
 
     def __init__(self, group: RoundGroup, pieces: Sequence[_Piece], factor: float, numbers: range) -> None:
-        self._group, self._pieces, self._factor, self._numbers = group, pieces, factor, numbers
+        self._group, self._pieces, self._factor, self.numbers = group, pieces, factor, numbers
         self.missing = set(numbers)
 
     def begin(self) -> None:
         """Send what begins here, and expect the rest."""
         group = self._group
         for place, piece in enumerate(self._pieces):
-            number, offset = self._numbers[place], self._offset(place)
+            number, offset = self.numbers[place], self._offset(place)
             if group.size == 2:
                 self._send(_PART, number, piece.scaled(self._factor))
                 self._expect(_PART, number)
@@ -382,7 +386,7 @@ class _Ring:
                 self._expect(_TOTAL, number)
 
     def _come(self, tag: Tag) -> None:
-        place, size = tag.piece - self._numbers.start, self._group.size
+        place, size = tag.piece - self.numbers.start, self._group.size
         piece, offset = self._pieces[place], self._offset(place)
         is_last = offset == size - 1
         if tag.kind == _PART:
@@ -402,7 +406,7 @@ class _Ring:
         self._group.send((self._group.rank + 1) % self._group.size, kind, number, what)
 
     def _expect(self, kind: int, number: int) -> None:
-        piece = self._pieces[number - self._numbers.start]
+        piece = self._pieces[number - self.numbers.start]
         self._group.expect(self._group.rank - 1, kind, number, piece.into, self._come)
 
 

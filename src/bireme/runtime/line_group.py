@@ -1,0 +1,160 @@
+"""Groups of ranks on hosts over sockets of their own, which the thread reads and writes that waits.
+
+They ask for the key of the meeting, and are encrypted and paced as all of Bireme's own connections are. What
+is sent sets out at once: nobody is asked before whether it may come, so a message is late once.
+
+    a few numbers, or two members     each sends all it has to all others, and adds up what comes
+    more, each on a host of its own   each part to the member that owns it, which sends the sum to all
+    more, some of them on one host    a ring, which sends the fewest bytes from host to host
+"""
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from bireme.devices import pinned_like
+from bireme.runtime.board import PeerLost
+from bireme.sync.group import AbortedError, CollectiveError, Pending, Waiting, add_in_order
+from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
+
+_WHOLE_BYTES = 64 * 1024
+"""The most that a member sends whole to several others: parts are fewer bytes, but two messages."""
+
+
+class LineGroup:
+    """This process's place among `ranks`, which are processes of the world, each on one of the `hosts`;
+    `sockets` lead to the others, by their places.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        sockets: Mapping[int, socket.socket],
+        hosts: Sequence[str],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.rank, self.size = rank, len(ranks)
+        self._is_ring = 1 < len(set(hosts)) < len(hosts)
+        self._ranks, self._sockets = tuple(ranks), [*sockets.values()]
+        self._is_aborted = False
+        lines = {place: PeerLine(place, made) for place, made in sockets.items()}
+        self._group = RoundGroup(
+            rank,
+            range(len(ranks)),
+            lines.__getitem__,
+            Stamp(0, 0, 0),
+            timeout_s=timeout_s,
+            check=self._check,
+        )
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to replace the tensor, in place, by its sum over the group, added in the members' order."""
+        here = _on_host(tensor)
+        flat, group = here.view(-1), self._group
+        is_whole = self.size == 2 or (self.size - 1) * flat.nbytes <= _WHOLE_BYTES
+        if self._is_ring and not is_whole:
+            return self._begun("sum", lambda: group.all_reduce(flat), [(here, tensor)])
+        parts = [flat] * self.size if is_whole else torch.tensor_split(flat, self.size)
+        own = parts[self.rank]
+        room = {place: torch.empty_like(own) for place in group.others}
+
+        def end() -> None:
+            add_in_order(own, self.rank, [*room.values()])
+            if not is_whole:
+                others = {place: parts[place] for place in group.others}
+                group.swap(dict.fromkeys(others, own), others).wait()
+
+        def begin() -> Pending:
+            return group.swap({place: parts[place] for place in group.others}, room)
+
+        return self._begun("sum", begin, [(here, tensor)], end)
+
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+        """Begin to fill `into` with the members' tensors."""
+        own, here = _on_host(tensor), [_on_host(one) for one in into]
+        return self._begun(
+            "gathering", lambda: self._group.gather(own, here), [*zip(here, into, strict=True)]
+        )
+
+    def exchange(
+        self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
+    ) -> Pending:
+        """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
+        own, here = _on_host(given), _on_host(taken)
+        return self._begun(
+            "exchange", lambda: self._group.exchange(own, lengths, here, taken_lengths), [(here, taken)]
+        )
+
+    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+        """Begin to fill the tensor with that of the member `source`."""
+        here = _on_host(tensor)
+        return self._begun("copy", lambda: self._group.copy_from(here, source), [(here, tensor)])
+
+    def abort(self) -> None:
+        """Give up, from any thread."""
+        self._is_aborted = True
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for one in self._sockets:
+            one.close()
+
+    def _begun(
+        self,
+        what: str,
+        begin: Callable[[], Pending],
+        places: list[tuple[Tensor, Tensor]],
+        end: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        """What has begun, and ends once what came to the host is where it belongs."""
+        under_way: list[Pending] = []
+        with self._named(what):
+            under_way.append(begin())
+
+        def wait() -> None:
+            while under_way:  # only once
+                with self._named(what):
+                    under_way.pop().wait()
+                    end()
+                for here, there in places:
+                    if here is not there:
+                        there.copy_(here)
+
+        return Waiting(wait)
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise self._given_up
+
+    @property
+    def _given_up(self) -> AbortedError:
+        return AbortedError(f"This rank has given up the group of the processes {self._members}.")
+
+    @property
+    def _members(self) -> str:
+        return ", ".join(map(str, self._ranks))
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Errors of lines as those of a collective."""
+        try:
+            yield
+        except LineBroken as error:
+            if self._is_aborted:
+                raise self._given_up from None
+            lost = PeerLost(self._ranks[error.member], error.reason)
+            message = f"A {what} over the processes {self._members} failed: {lost}"
+            raise CollectiveError(message) from lost
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy in pinned memory of one on an accelerator."""
+    return tensor if tensor.device.type == "cpu" else pinned_like(tensor).copy_(tensor)

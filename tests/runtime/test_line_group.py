@@ -1,0 +1,150 @@
+"""Groups over sockets of their own: sums of the same bits on all members, in every way they are made."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.runtime.board import PeerLost
+from bireme.runtime.line_group import LineGroup
+from bireme.runtime.socket_transport import hosts_met, met
+from bireme.runtime.stores import HashStore
+from bireme.sync.group import AbortedError, CollectiveError, DirectSums
+from tests.support.patience import patience_s
+from tests.support.together import run_threads
+
+APART, TOGETHER, PAIRS = "abcd", "aaaa", "aabb"
+"""Members on hosts of their own, on one host, and two on each of two hosts, which sum in a ring."""
+
+
+def on_threads(
+    num: int, work: Callable[[LineGroup], Any], hosts: str = APART, timeout_s: float | None = None
+) -> list[Any]:
+    store, waits_s = HashStore(), patience_s() if timeout_s is None else timeout_s
+
+    def run(rank: int) -> Any:
+        ranks, others = range(num), [one for one in range(num) if one != rank]
+        sockets, _ = met(store, "here", rank, ranks, others, patience_s())
+        assert len(set(hosts_met(store, "here", ranks))) == 1
+        lines = {peer: one for (peer, _), one in sockets.items()}
+        group = LineGroup(rank, ranks, lines, hosts[:num], timeout_s=waits_s)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    return run_threads(num, run)
+
+
+def own_of(rank: int, size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+@pytest.mark.parametrize("hosts", [APART, TOGETHER, PAIRS])
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_sums_have_the_same_bits_on_all_members_however_many_are_under_way(num: int, hosts: str) -> None:
+    sizes = (1, 3, 1000, 70_001, 2 * 2**20)
+
+    def work(group: LineGroup) -> list[Tensor]:
+        tensors = [own_of(group.rank, size, seed) for seed, size in enumerate(sizes)]
+        flags = torch.ones(5, dtype=torch.int32)
+        under_way = [group.all_reduce(one) for one in (flags, *tensors)]
+        numbers = torch.full((3,), float(group.rank), dtype=torch.float64)
+        under_way.append(DirectSums(group).all_reduce(numbers))
+        for pending in under_way:
+            pending.wait()
+            pending.wait()  # again, which changes nothing
+        assert flags.tolist() == [num] * 5
+        assert numbers.tolist() == [sum(range(num))] * 3
+        return tensors
+
+    of_ranks = on_threads(num, work, hosts)
+    for seed, size in enumerate(sizes):
+        first = of_ranks[0][seed]
+        assert all(torch.equal(one[seed], first) for one in of_ranks)
+        total = sum((own_of(rank, size, seed).double() for rank in range(num)), torch.zeros(size).double())
+        torch.testing.assert_close(first.double(), total, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_go_to_their_owners_whatever_their_lengths() -> None:
+    lengths = [[0, 2, 5], [1, 0, 3], [4, 1, 0]]
+
+    def work(group: LineGroup) -> tuple[list[float], list[float], list[float]]:
+        own, rank = lengths[group.rank], group.rank
+        given = torch.full((sum(own),), float(rank))
+        taken_lengths = [one[rank] for one in lengths]
+        taken = torch.empty(sum(taken_lengths))
+        group.exchange(given, own, taken, taken_lengths).wait()
+        into = [torch.empty(2, 2) for _ in lengths]
+        group.gather(torch.full((2, 2), float(rank)), into).wait()
+        copied = torch.full((3,), float(rank))
+        group.copy_from(copied, 1).wait()
+        return taken.tolist(), [float(one.sum()) for one in into], copied.tolist()
+
+    for rank, (taken, gathered, copied) in enumerate(on_threads(3, work)):
+        assert taken == [float(one) for one, own in enumerate(lengths) for _ in range(own[rank])]
+        assert (gathered, copied) == ([0.0, 4.0, 8.0], [1.0] * 3)
+
+
+def test_who_waits_for_a_member_that_is_gone_or_silent_is_told_which() -> None:
+    def ends(group: LineGroup) -> str:
+        if group.rank == 2:
+            return ""
+        with pytest.raises(CollectiveError, match="A sum over the processes 0, 1, 2 failed: ") as caught:
+            group.all_reduce(torch.ones(2**20)).wait()
+        assert isinstance(caught.value.__cause__, PeerLost)
+        return str(caught.value)
+
+    first, second, _ = on_threads(3, ends)
+    assert "2" in first.rpartition("failed")[2]
+    assert second
+
+    over = threading.Event()
+
+    def is_silent(group: LineGroup) -> None:
+        if group.rank:
+            over.wait(patience_s())
+            return
+        with pytest.raises(CollectiveError, match=r"nothing has moved for 0\.2 s"):
+            group.all_reduce(torch.ones(3)).wait()
+        over.set()
+
+    on_threads(2, is_silent, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("num_elements", [3, 2**20])
+def test_who_gives_up_waits_no_longer(num_elements: int) -> None:
+    waits, over = threading.Event(), threading.Event()
+
+    def work(group: LineGroup) -> None:
+        if group.rank:
+            over.wait(patience_s())
+            return
+        killer = threading.Thread(target=lambda: (waits.wait(patience_s()), group.abort()))
+        killer.start()
+        pending = group.all_reduce(torch.ones(num_elements))
+        waits.set()
+        with pytest.raises(AbortedError, match="given up the group of the processes 0, 1"):
+            pending.wait()
+        killer.join()
+        over.set()
+        with pytest.raises(AbortedError):
+            group.all_reduce(torch.ones(num_elements)).wait()
+
+    on_threads(2, work)
+
+
+def test_sums_of_other_kinds_of_numbers() -> None:
+    kinds: Sequence[torch.dtype] = (torch.bfloat16, torch.float64, torch.int64, torch.complex64)
+
+    def work(group: LineGroup) -> list[Tensor]:
+        tensors = [torch.full((40_000,), group.rank + 1).to(kind) for kind in kinds]
+        for one in tensors:
+            group.all_reduce(one).wait()
+        return tensors
+
+    for tensors in on_threads(3, work):
+        assert all(bool((one == 6).all()) for one in tensors)
