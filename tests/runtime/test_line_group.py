@@ -123,7 +123,12 @@ def test_who_gives_up_waits_no_longer(num_elements: int) -> None:
         if group.rank:
             over.wait(patience_s())
             return
-        killer = threading.Thread(target=lambda: (waits.wait(patience_s()), group.abort()))
+
+        def kill() -> None:
+            waits.wait(patience_s())
+            group.abort()
+
+        killer = threading.Thread(target=kill)
         killer.start()
         pending = group.all_reduce(torch.ones(num_elements))
         waits.set()
@@ -135,6 +140,25 @@ def test_who_gives_up_waits_no_longer(num_elements: int) -> None:
             group.all_reduce(torch.ones(num_elements)).wait()
 
     on_threads(2, work)
+
+
+def test_messages_between_two_members_come_in_their_order_whatever_all_do_in_between() -> None:
+    def work(group: LineGroup) -> list[float]:
+        found = torch.empty(2)
+        told = []
+        if group.rank == 2:
+            group.send(torch.full((2,), 7.0), 0)
+            group.send(torch.full((2,), 8.0), 0)
+        for turn in range(2):
+            if group.rank == 0:
+                group.receive(found, 2)
+                told.append(float(found.sum()))
+            total = torch.ones(3) * turn
+            group.all_reduce(total).wait()
+            assert total.tolist() == [3.0 * turn] * 3
+        return told
+
+    assert on_threads(3, work)[0] == [14.0, 16.0]
 
 
 def test_sums_of_other_kinds_of_numbers() -> None:

@@ -343,19 +343,24 @@ class DistFabric:
         return SocketSums(transport, self.rank, self.size)
 
     def everyone(self) -> MessageGroup:
-        """The group that torch.distributed makes of all processes when they join."""
-        everyone = dist.group.WORLD
-        assert everyone is not None, "a world that is open has joined it"
-        return self._watched(everyone)
+        """A group of all processes."""
+        made = self.group(range(self.size))
+        assert made is not None, "every rank is one of all"
+        return made
 
-    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+    def group(self, ranks: Sequence[int]) -> MessageGroup | None:
         """A new group of some processes; None if this one is not of them. With the backend nccl it is one of
         torch.distributed, else over sockets of its own.
         """
         world = self._world
+        group: MessageGroup
         if world.backend == "nccl":
             made = dist.new_group(list(ranks))
-            return self._watched(made) if self.rank in ranks else None
+            if self.rank not in ranks:
+                return None
+            group = DistGroup(made)
+            world.watch.abort_on_failure(group)
+            return group
         name = self._next_meeting()
         if self.rank not in ranks:
             return None
@@ -374,11 +379,6 @@ class DistFabric:
         """
         world = self._world
         return f"meeting {world.store.add(f'meetings of {world.rank}', 1)}"
-
-    def _watched(self, made: dist.ProcessGroup) -> DistGroup:
-        group = DistGroup(made)
-        self._world.watch.abort_on_failure(group)
-        return group
 
 
 def neighbors_of(rank: int, routes: Routes) -> set[int]:
@@ -417,7 +417,6 @@ class PipelineFabric:
         self.rank = fabric.rank
         self.size = fabric.size
         self.sums = fabric.sums
-        self.everyone = fabric.everyone
         self._fabric = fabric
         self._transports: list[Transport] = []
         self._groups: list[OwnedGroup] = []
@@ -426,6 +425,12 @@ class PipelineFabric:
         """Messages between some ranks."""
         made = self._fabric.transport(ranks, routes)
         self._transports.append(made)
+        return made
+
+    def everyone(self) -> MessageGroup:
+        """All ranks."""
+        made = self._fabric.everyone()
+        self._groups.append(made)
         return made
 
     def group(self, ranks: Sequence[int]) -> OwnedGroup | None:

@@ -42,7 +42,7 @@ class LineGroup:
         self._is_ring = 1 < len(set(hosts)) < len(hosts)
         self._ranks, self._sockets = tuple(ranks), [*sockets.values()]
         self._is_aborted = False
-        lines = {place: PeerLine(place, made) for place, made in sockets.items()}
+        lines = {place: PeerLine(place, made, reads_early=True) for place, made in sockets.items()}
         self._group = RoundGroup(
             rank,
             range(len(ranks)),
@@ -94,6 +94,16 @@ class LineGroup:
         """Begin to fill the tensor with that of the member `source`."""
         here = _on_host(tensor)
         return self._begun("copy", lambda: self._group.copy_from(here, source), [(here, tensor)])
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to the member `to`."""
+        here = _on_host(tensor)
+        self._begun("send", lambda: self._group.message(here, self.rank, to), []).wait()
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill the tensor with what the member `source` sends."""
+        here = _on_host(tensor)
+        self._begun("receive", lambda: self._group.message(here, source, self.rank), [(here, tensor)]).wait()
 
     def abort(self) -> None:
         """Give up, from any thread."""

@@ -17,10 +17,6 @@ from bireme.devices import staged
 
 _UNUSED_TAG = 2**31 - 1
 
-_SMALL_BYTES = 2**20
-"""On late links two members exchange up to this in less time than in gloo's ring; elsewhere it makes no
-difference."""
-
 _Result = TypeVar("_Result")
 
 
@@ -94,7 +90,7 @@ class OwnedGroup(Group, Protocol):
         """Give back what the group holds. No thread waits here any more."""
 
 
-class MessageGroup(Group, Protocol):
+class MessageGroup(OwnedGroup, Protocol):
     """A group whose members can also send to one another; a send and its receive are matched by order."""
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -114,15 +110,11 @@ class DistGroup:
         self._held: dist.ProcessGroup | None = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
-        # By what all members know alike: their devices may be of two kinds.
-        self._sums_small_directly = self.size == 2 and dist.get_backend(process_group) == "gloo"
         self._members = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
         self._is_aborted = False
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
-        if self._sums_small_directly and tensor.nbytes <= _SMALL_BYTES:
-            return DirectSums(self).all_reduce(tensor)
         here = staged(tensor)
         return self._begun(
             "sum", lambda group: dist.all_reduce(here, group=group, async_op=True), [(here, tensor)]
@@ -268,8 +260,9 @@ def add_in_order(own: Tensor, member: int, others: Sequence[Tensor]) -> None:
     """Replace what that member has by its sum with what all others have, which is lost. The sum has the same
     bits whoever makes it.
     """
-    total, *rest = [*others[:member], own, *others[member:]]
-    for one in rest:
+    in_order = [*others[:member], own, *others[member:]]
+    total = in_order[0]
+    for one in in_order[1:]:
         total.add_(one)
     if total is not own:
         own.copy_(total)

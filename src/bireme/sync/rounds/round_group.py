@@ -14,6 +14,7 @@ contributes is only read, so an attempt that lost a member is repeated with the 
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,10 +75,18 @@ class Tag(NamedTuple):
 
 
 class PeerLine:
-    """The line to one member. It belongs to one thread, and never blocks."""
+    """The line to one member. It belongs to one thread, and never blocks. If it `reads_early` what nobody
+    expects yet does not hold up what comes behind it.
+    """
 
-    def __init__(self, member: int, made: socket.socket) -> None:
+    def __init__(self, member: int, made: socket.socket, *, reads_early: bool = False) -> None:
         self.member = member
+        self._early: dict[Tag, bytearray] | None = {} if reads_early else None
+        """What has come before it was expected."""
+        self._reads: tuple[Tag, bytearray] | None = None
+        """What is being read so."""
+        self._came: list[Tag] = []
+        """Of what is expected, what had come before."""
         self.socket = made
         # Nothing is read ahead: a frame that waits stays in the socket, which wakes up who waits for it.
         self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
@@ -110,6 +119,11 @@ class PeerLine:
 
     def expect(self, tag: Tag, into: memoryview) -> None:
         """Have a frame written there; its size must be just that."""
+        early = self._early.pop(tag, None) if self._early else None
+        if early is not None:
+            self._fit(len(early), into)[:] = early
+            self._came.append(tag)
+            return
         self._expected[tag] = into.cast("B")
         self._is_held = False
 
@@ -144,7 +158,7 @@ class PeerLine:
 
         Raises `LineBroken` if the other end is gone.
         """
-        arrived: list[Tag] = []
+        arrived, self._came = self._came, []
         self.move_out()
         try:
             while self.expects and not self._is_held:
@@ -153,6 +167,12 @@ class PeerLine:
                 if self._current is not None:
                     arrived.append(self._current)
                     self._current = None
+                elif self._reads is not None and self._early is not None:
+                    (tag, body), self._reads = self._reads, None
+                    self._early[tag] = body
+                    if (into := self._expected.pop(tag, None)) is not None:  # meanwhile
+                        self.expect(tag, into)
+                        arrived.append(self._came.pop())
         except (OSError, BiremeError) as error:
             raise LineBroken(self.member, str(error) or type(error).__name__) from error
         return arrived
@@ -170,13 +190,22 @@ class PeerLine:
         epoch, batch, attempt, kind, piece = _TAG.unpack_from(packed)
         tag = Tag(Stamp(epoch, batch, attempt), kind, piece)
         into = self._expected.pop(tag, None)
-        if into is None:
-            self._is_held = tag.stamp >= self._stamp
-            return None if self._is_held else SKIP
-        if len(into) != num_bytes - HEADER_BYTES:
-            came = f"{num_bytes - HEADER_BYTES} bytes came instead of the {len(into)} expected"
-            raise LineBroken(self.member, came)
-        self._current = tag
+        num_bytes -= HEADER_BYTES
+        if into is not None:
+            self._current = tag
+            return self._fit(num_bytes, into)
+        if tag.stamp < self._stamp:
+            return SKIP
+        if self._early is None:
+            self._is_held = True
+            return None
+        self._reads = tag, bytearray(num_bytes)
+        return memoryview(self._reads[1])
+
+    def _fit(self, num_bytes: int, into: memoryview) -> memoryview:
+        """The memory, if it is for so many bytes."""
+        if len(into) != num_bytes:
+            raise LineBroken(self.member, f"{num_bytes} bytes came instead of the {len(into)} expected")
         return into
 
 
@@ -184,7 +213,7 @@ PIECE_BYTES = 512 * 1024
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
-_WHOLE, _PART, _TOTAL = 1, 2, 3
+_WHOLE, _PART, _TOTAL, _MESSAGE = 1, 2, 3, 4
 
 
 class _Traffic:
@@ -253,8 +282,10 @@ class RoundGroup:
             line.begin(stamp)
         self._stamp, self._traffic = stamp, _Traffic(lines, timeout_s, check)
         self._num_pieces = 0
-        self._arrives: dict[int, Callable[[int, Tag], None]] = {}
-        """What a frame of each piece leads to."""
+        self._num_messages: Counter[tuple[int, int]] = Counter()
+        """Which members have sent to one another, by their places, and how many messages."""
+        self._arrives: dict[tuple[int, Tag], Callable[[Tag], None]] = {}
+        """What a frame of a member leads to."""
         self._held: list[object] = []
         """Frames may still be on their way from these tensors."""
 
@@ -305,43 +336,52 @@ class RoundGroup:
             return Waiting()
         ring = _Ring(self, pieces, factor, self._numbers(len(pieces)))
         ring.begin()
-        return Waiting(partial(self.finish, ring.missing, ring.numbers))
+        return Waiting(partial(self.finish, ring.missing))
 
-    def send(self, to: int, kind: int, piece: int, what: Tensor) -> None:
+    def send(self, to: int, tag: Tag, what: Tensor) -> None:
         """Send a frame to the member at that place. The tensor must stay as it is."""
         self._held.append(what)
-        self._traffic.lines[self.members[to]].send(Tag(self._stamp, kind, piece), bytes_of(what))
+        self._traffic.lines[self.members[to]].send(tag, bytes_of(what))
 
-    def expect(self, source: int, kind: int, piece: int, into: Tensor, then: Callable[[Tag], None]) -> None:
+    def expect(self, source: int, tag: Tag, into: Tensor, then: Callable[[Tag], None]) -> None:
         """Have a frame of the member at that place written there; `then` is called when it has come."""
-        self._arrives[piece] = lambda _member, tag: then(tag)
-        self._traffic.lines[self.members[source]].expect(Tag(self._stamp, kind, piece), bytes_of(into))
+        member = self.members[source]
+        self._arrives[member, tag] = then
+        self._traffic.lines[member].expect(tag, bytes_of(into))
 
-    def finish(self, missing: set[int], numbers: range) -> None:
-        """Return when nothing is missing of the pieces of these numbers, and all that others need is sent."""
-        self._traffic.go(lambda: not missing, lambda member, tag: self._arrives[tag.piece](member, tag))
+    def finish(self, missing: set[int]) -> None:
+        """Return when nothing is missing, and all that others need is sent."""
+        self._traffic.go(lambda: not missing, lambda member, tag: self._arrives.pop((member, tag))(tag))
         self._held.clear()
-        for number in numbers:
-            self._arrives.pop(number, None)
 
     def swap(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Pending:
         """Begin to send tensors to the members at some places and to fill others with what some send. As much
         goes at once as the kernel takes. A tensor without elements is not sent.
         """
-        numbers = self._numbers(1)
-        tag = Tag(self._stamp, _WHOLE, numbers.start)
-        missing = {self.members[place] for place, into in taken.items() if into.numel()}
-        self._arrives[tag.piece] = lambda member, _tag: missing.discard(member)
+        return self._moved(given, taken, self.tag(_WHOLE, self._numbers(1).start))
+
+    def message(self, tensor: Tensor, source: int, target: int) -> Pending:
+        """Begin to send a tensor to the member at a place, or to fill one with what another sends; those of
+        two members come in their order, and no other member takes part.
+        """
+        self._num_messages[source, target] += 1
+        tag = self.tag(_MESSAGE, self._num_messages[source, target])
+        is_sent = source == self.rank
+        return self._moved({target: tensor} if is_sent else {}, {} if is_sent else {source: tensor}, tag)
+
+    def _moved(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor], tag: Tag) -> Pending:
+        missing = {place for place, into in taken.items() if into.numel()}
         for place, what in given.items():
             if what.numel():
-                flat, line = what.contiguous(), self._traffic.lines[self.members[place]]
-                self._held.append(flat)
-                line.send(tag, bytes_of(flat))
-                line.move_out()
-        for place, into in taken.items():
-            if into.numel():
-                self._traffic.lines[self.members[place]].expect(tag, bytes_of(into))
-        return Waiting(partial(self.finish, missing, numbers))
+                self.send(place, tag, what.contiguous())
+                self._traffic.lines[self.members[place]].move_out()
+        for place in tuple(missing):
+            self.expect(place, tag, taken[place], lambda _tag, place=place: missing.discard(place))  # type: ignore[misc]
+        return Waiting(partial(self.finish, missing))
+
+    def tag(self, kind: int, piece: int) -> Tag:
+        """That of a frame of this attempt."""
+        return Tag(self._stamp, kind, piece)
 
     def _numbers(self, num: int) -> range:
         """So many numbers for pieces, the next ones."""
@@ -366,14 +406,14 @@ class _Ring:
     """Pieces that go around among all members of a group, of which there are at least two."""
 
     def __init__(self, group: RoundGroup, pieces: Sequence[_Piece], factor: float, numbers: range) -> None:
-        self._group, self._pieces, self._factor, self.numbers = group, pieces, factor, numbers
+        self._group, self._pieces, self._factor, self._numbers = group, pieces, factor, numbers
         self.missing = set(numbers)
 
     def begin(self) -> None:
         """Send what begins here, and expect the rest."""
         group = self._group
         for place, piece in enumerate(self._pieces):
-            number, offset = self.numbers[place], self._offset(place)
+            number, offset = self._numbers[place], self._offset(place)
             if group.size == 2:
                 self._send(_PART, number, piece.scaled(self._factor))
                 self._expect(_PART, number)
@@ -386,7 +426,7 @@ class _Ring:
                 self._expect(_TOTAL, number)
 
     def _come(self, tag: Tag) -> None:
-        place, size = tag.piece - self.numbers.start, self._group.size
+        place, size = tag.piece - self._numbers.start, self._group.size
         piece, offset = self._pieces[place], self._offset(place)
         is_last = offset == size - 1
         if tag.kind == _PART:
@@ -403,11 +443,13 @@ class _Ring:
         return (self._group.rank - self._pieces[place].first) % self._group.size
 
     def _send(self, kind: int, number: int, what: Tensor) -> None:
-        self._group.send((self._group.rank + 1) % self._group.size, kind, number, what)
+        group = self._group
+        group.send((group.rank + 1) % group.size, group.tag(kind, number), what)
 
     def _expect(self, kind: int, number: int) -> None:
-        piece = self._pieces[number - self.numbers.start]
-        self._group.expect(self._group.rank - 1, kind, number, piece.into, self._come)
+        piece = self._pieces[number - self._numbers.start]
+        group = self._group
+        group.expect(group.rank - 1, group.tag(kind, number), piece.into, self._come)
 
 
 def _cut(flat: Tensor) -> Sequence[Tensor]:
