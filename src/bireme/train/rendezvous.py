@@ -294,8 +294,9 @@ def encryption_of(run: RunFile, orders: Orders) -> str:
         return "Lines between hosts are not encrypted (links.encrypt = false)."
     text = "Lines between hosts are encrypted"
     hosts = orders.hosts
-    if hosts is None or not all(part.is_whole for own in hosts.parts for part in own):
-        text += f", but not those of {orders.backend}: people on the network can read and change its sums"
+    spans_hosts = hosts is None or not all(part.is_whole for own in hosts.parts for part in own)
+    if orders.backend == "nccl" and spans_hosts:
+        text += ", but not those of NCCL: people on the network can read and change its sums"
     if KEY not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         text += f". Set one {KEY} on all hosts, for torchrun's store passes the key of the run on unencrypted"
     return f"{text} (docs/security.md)."

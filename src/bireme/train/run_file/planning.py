@@ -236,8 +236,8 @@ class LinksTable(Table):
     schedule: LinkSchedule = Field(default_factory=LinkSchedule)
     """Other codecs at the beginning and at the end of a run."""
     encrypt: bool = True
-    """Encrypt what Bireme sends from one host to another, which needs the extra encryption; lines of gloo and
-    NCCL cannot be encrypted.
+    """Encrypt what goes from one host to another, which needs the extra encryption; lines of NCCL cannot be
+    encrypted.
     """
 
 
