@@ -33,6 +33,12 @@ CODECS = ("int8", "int4", "int2", "threshold:0.05:3", "lowrank:2:1")
 WIDTH = 20
 
 
+@pytest.fixture(autouse=True)
+def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle knows no bundles."""
+    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+
+
 @cache
 def layers() -> Model:
     """Three layers with matrices large enough for a codec."""

@@ -26,6 +26,12 @@ from tests.support.together import run_threads
 BATCH = 16
 
 
+@pytest.fixture(autouse=True)
+def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle knows no bundles."""
+    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+
+
 def replicas_of(num_batches: int, setting: Setting, num: int = 2, **more: object) -> Replicas:
     data = real_batches(BATCH * num_batches, 1, WIDTH)[0]
     return Replicas(layers(), setting, num, data, num_batches, BATCH, **more)  # type: ignore[arg-type]

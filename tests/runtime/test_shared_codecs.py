@@ -28,6 +28,12 @@ ONCE_A_BATCH = Plan((2, 4, 6), 4, "1f1b", width=2, stages_per_rank=2, sweep=4)
 """With shared weights, each stage sums its gradients once a batch."""
 
 
+@pytest.fixture(autouse=True)
+def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle knows no bundles."""
+    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+
+
 def cuts_of(pipeline: Pipeline) -> dict[str, tuple[slice, ...]]:
     return {
         name: cuts

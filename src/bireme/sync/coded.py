@@ -11,8 +11,8 @@ which adds it to its own next gradient. Gradients that are small, or of another 
 summed as they are.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from zlib import crc32
@@ -139,7 +139,11 @@ class GradientSummation:
             views[_FLAGS], left = numbers, [_FLAGS, *left]
         owners: Sequence[int | None] = [None] if to_all else range(group.size)
         cuts = _even_cuts(left, views, coded, factors, apart) if is_cut else gradients.cuts
-        pieces = [_pieces_of(owner, group.rank, word, left, views, cuts, kept) for owner in owners]
+        bundles = kind is SumKind.BITS
+        pieces = [
+            [*_pieces_of(owner, group.rank, word, left, views, cuts, kept, apart, bundles=bundles)]
+            for owner in owners
+        ]
         most_bytes //= len(owners)
         if in_parts:
             summed = [name for name in views if name in gradients.held]
@@ -204,8 +208,15 @@ def _pieces_of(
     views: Mapping[str, Tensor],
     cuts: Mapping[str, Sequence[slice]],
     kept: Mapping[str, dict[str, Tensor]],
-) -> Iterable["Piece"]:
-    """The pieces of some gradients that an owner has; without an owner the gradients whole."""
+    apart: Collection[str],
+    *,
+    bundles: bool,
+) -> Iterator["Piece"]:
+    """The pieces of some gradients that an owner has; without an owner the gradients whole. Small ones are
+    `bundled` but for those that are `apart`.
+    """
+    small: dict[object, list[Piece]] = {}
+    sizes: Counter[object] = Counter()
     for name in names:
         place = slice(0, views[name].numel()) if owner is None else cuts[name][owner]
         if place.start == place.stop:
@@ -216,7 +227,17 @@ def _pieces_of(
         chance, threshold = f"{word} {_seed_name(name)}", THRESHOLD
         if owner is not None:
             chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
-        yield Piece(target, wanted, own, residual, chance, threshold, is_own=owner in (None, rank))
+        found = Piece(target, wanted, own, residual, chance, threshold, is_own=owner in (None, rank))
+        if not bundles or name in apart or len(target) > MOST_BUNDLED:
+            yield found
+            continue
+        kind = target.dtype, own is None, residual is None
+        if sizes[kind] + len(target) > MOST_BUNDLED:
+            yield bundled(small.pop(kind))
+            del sizes[kind]
+        small.setdefault(kind, []).append(found)
+        sizes[kind] += len(target)
+    yield from (bundled(alike) for alike in small.values())
 
 
 def _even_cuts(
@@ -365,6 +386,51 @@ class Piece:
     chance: str
     threshold: str = THRESHOLD
     is_own: bool = True
+    parts: tuple["Piece", ...] = ()
+    """What it is a bundle of."""
+
+    def clear_between(self) -> None:
+        """Make what lies between the parts of a bundle zero again, in the target."""
+        begin = 0
+        for one in self.parts:
+            end = begin + _whole_blocks(len(one.target))
+            self.target[begin + len(one.target) : end] = 0
+            begin = end
+
+    def settle(self) -> None:
+        """Put into the parts of a bundle what has come of it."""
+        for flat, places in (
+            (self.target, [one.target for one in self.parts]),
+            (self.residual, [one.residual for one in self.parts]),
+        ):
+            begin = 0
+            for place in places:
+                if place is not None and flat is not None:
+                    place.copy_(flat[begin : begin + len(place)])
+                    begin += _whole_blocks(len(place))
+
+
+MOST_BUNDLED = 2**16
+"""Values: to code many small tensors one by one takes longer than to code their values."""
+
+
+def bundled(parts: Sequence[Piece]) -> Piece:
+    """Small pieces that are alike as one, in which each begins with a block of its own. It must `settle`."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    wanted = first.wanted.new_zeros(sum(_whole_blocks(len(one.target)) for one in parts))
+    begin = 0
+    for one in parts:
+        wanted[begin : begin + len(one.wanted)] = one.wanted
+        begin += _whole_blocks(len(one.wanted))
+    residual = None if first.residual is None else wanted
+    target = wanted if residual is None else torch.empty_like(wanted)
+    return replace(first, target=target, wanted=wanted, residual=residual, parts=tuple(parts))
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +472,7 @@ class Messages:
         # To get new memory, page by page, takes longer than to decode into it.
         self._rooms = [torch.empty(0), torch.empty(0)]
 
-    def sum(self, pieces: Sequence[Iterable[Piece]], most_bytes: int) -> None:
+    def sum(self, pieces: Sequence[Sequence[Piece]], most_bytes: int) -> None:
         """Sum the pieces of every owner, about that many bytes of each at a time."""
         waiting = [deque(own) for own in pieces]
         while any(waiting):
@@ -417,6 +483,9 @@ class Messages:
             self._add_up(self._parts.popleft())
         while self._sums:
             self._take_sums(self._sums.popleft())
+        for own in pieces:
+            for one in own:
+                one.settle()
 
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
         lengths = [[_most_bytes(self._coder, one) for one in own] for own in pieces]
@@ -515,6 +584,7 @@ class Messages:
         device = next(one.target.device for some in pieces for one in some)
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for one, out in zip(own, torch.split(message, sizes), strict=True):
+            one.clear_between()
             if one.residual is not None:
                 one.residual.copy_(one.target)
             whole = replace(one, wanted=one.target, chance=f"{one.chance} sum")
