@@ -420,6 +420,8 @@ class PipelineFabric:
         self._fabric = fabric
         self._transports: list[Transport] = []
         self._groups: list[OwnedGroup] = []
+        self._of_threads: list[OwnedGroup] = []
+        """Those that ranks' own threads wait in, which no other thread aborts."""
 
     def transport(self, ranks: Sequence[int], routes: Routes, /) -> Transport:
         """Messages between some ranks."""
@@ -430,7 +432,7 @@ class PipelineFabric:
     def everyone(self) -> MessageGroup:
         """All ranks."""
         made = self._fabric.everyone()
-        self._groups.append(made)
+        self._of_threads.append(made)
         return made
 
     def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
@@ -449,7 +451,8 @@ class PipelineFabric:
         """Give all back. No thread waits here any more."""
         for transport in self._transports:
             transport.close()
-        for group in self._groups:
+        for group in (*self._groups, *self._of_threads):
             group.close()
         self._transports.clear()
         self._groups.clear()
+        self._of_threads.clear()
