@@ -326,8 +326,8 @@ class Replicas:
                 if not living:
                     break
                 living[0].join(0.1)
-                errors = [repr(one.error) for one in list(self.seen.values()) if one.error is not None]
-                assert time.monotonic() < end_s, f"a rank does not end. Errors: {errors}"
+                told = [repr(one.error) for one in list(self.seen.values()) if one.error is not None]
+                assert time.monotonic() < end_s, f"a rank does not end. Errors: {told}"
         finally:
             self.hub.close()
         errors = [one.error for one in self.seen.values() if one.error is not None]
