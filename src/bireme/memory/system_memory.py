@@ -59,6 +59,7 @@ class AddressRange:
         self.bytes = memory.reserve(num_chunks, more_bytes=paged_bytes)
         self.paged_bytes = paged_bytes
         self._chunks = torch.split(self.bytes[:paged_bytes], memory.slot_bytes)
+        self._of_dtype: dict[torch.dtype, Tensor] = {}
         self.used_bytes = self._apart_bytes = 0
 
     @property
@@ -70,19 +71,32 @@ class AddressRange:
         """The bytes of a chunk."""
         return self._chunks[number]
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the chunks have room for a piece of so many bytes."""
-        return -(-self.used_bytes // ALIGNED) * ALIGNED + num_bytes <= self.paged_bytes
+    def of_dtype(self, dtype: torch.dtype) -> Tensor:
+        """All bytes of the range as numbers of a type."""
+        found = self._of_dtype.get(dtype)
+        if found is None:
+            found = self._of_dtype[dtype] = self.bytes.view(dtype)
+        return found
+
+    def room(self, num_bytes: int, most: int | None = None) -> int | None:
+        """Where the next piece of so many bytes begins; None if it is empty, or ends after the chunks, or
+        after `most` bytes.
+        """
+        begin = -(-self.used_bytes // ALIGNED) * ALIGNED
+        end = begin + num_bytes
+        if not num_bytes or end > (most or self.paged_bytes):
+            return None
+        self.used_bytes = end
+        return begin
 
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next piece, or memory of torch's allocator where none is left."""
-        begin = -(-self.used_bytes // ALIGNED) * ALIGNED
-        end = begin + num_elements * dtype.itemsize
-        if end > self.bytes.numel():
-            self._apart_bytes += num_elements * dtype.itemsize
+        num_bytes = num_elements * dtype.itemsize
+        begin = self.room(num_bytes, self.bytes.numel())
+        if begin is None:
+            self._apart_bytes += num_bytes
             return torch.empty(num_elements, dtype=dtype, device=device)
-        self.used_bytes = end
-        return self.bytes[begin:end].view(dtype)
+        return self.bytes[begin : begin + num_bytes].view(dtype)
 
     def clear(self) -> None:
         """All pieces are given back."""
@@ -212,6 +226,15 @@ def copy_bytes(into: Tensor, data: Tensor) -> None:
         ctypes.memmove(into.data_ptr(), data.data_ptr(), into.nbytes)
     else:
         into.data.copy_(data, non_blocking=True)
+
+
+def copy_memory(into: Tensor, begin: int, memory: torch.UntypedStorage) -> None:
+    """Copy memory to the bytes from `begin` on, as `copy_bytes` does."""
+    if into.is_cpu:
+        ctypes.memmove(into.data_ptr() + begin, memory.data_ptr(), memory.nbytes())
+    else:
+        data = torch.empty(0, dtype=torch.uint8, device=into.device).set_(memory)
+        copy_bytes(into[begin : begin + memory.nbytes()], data)
 
 
 def bytes_at(memory: Tensor) -> memoryview:

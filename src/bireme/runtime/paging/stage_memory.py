@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bireme.memory.arena import PLAIN, ArenaAllocator
-from bireme.memory.system_memory import ALIGNED, AddressRange
+from bireme.memory.system_memory import ALIGNED, AddressRange, copy_memory
 from bireme.model.torch_private import storage_id, storage_watch, version_of
 from bireme.runtime.paging.chunk_store import ChunkStore
 from bireme.schedule.instruction import Item
@@ -98,19 +99,13 @@ class StageMemory:
 # it is.
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A tensor whose memory was copied to `flat`."""
+class _Copied(NamedTuple):
+    """A tensor whose memory was copied to a range: all of the range in its dtype, and its place there."""
 
     flat: Tensor
-    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-    def tensor(self) -> Tensor:
-        memory = self.flat.view(self.dtype)
-        return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,39 +120,33 @@ class PagedStash(Stash):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """As `Stash` says; what there is no room for stays where it is."""
-        flat = self._room(tensor.nbytes) if tensor.is_contiguous() else None
-        if flat is None:
+        begin = self.own.room(tensor.nbytes) if tensor.is_contiguous() else None
+        if begin is None:
             self.leave(tensor.untyped_storage().nbytes())
             return tensor
-        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        flat = self.own.of_dtype(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), begin // tensor.itemsize).copy_(tensor)
 
     @contextmanager
     def saving(self, _others: Iterable[Tensor]) -> Iterator[None]:
         """As `Stash` says."""
-        apart = {storage_id(tensor) for tensor in _others}
-        copies: dict[tuple[int, int], tuple[object, Tensor | None]] = {}
+        # What is asked of each of many tensors takes longer than to copy a small one, so it is little.
+        own, apart = self.own, {storage_id(tensor) for tensor in _others}
+        copies: dict[tuple[int, int], tuple[object, int | None]] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Copied:
-            # Itself it would hold the node that holds it, for ever.
-            saved = tensor.detach()
-            if not self._may_move(saved) or storage_id(saved) in apart or self.is_paged(saved):
-                return saved
-            storage = saved.untyped_storage()
-            key = storage_id(saved), version_of(saved)
-            if key not in copies:
-                flat = self._room(storage.nbytes())
-                if flat is None:
-                    self.leave(storage.nbytes())
-                else:
-                    flat.copy_(torch.empty(0, dtype=torch.uint8, device=saved.device).set_(storage))
-                copies[key] = storage_watch(saved), flat
-            copy = copies[key][1]
-            if copy is None:
-                return saved
-            return _Copied(copy, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
+            if self._may_move(tensor):
+                key = storage_id(tensor), version_of(tensor)
+                copy = copies.get(key)
+                if copy is None and key[0] not in apart and not self.is_paged(tensor):
+                    copy = copies[key] = storage_watch(tensor), self._moved(tensor)
+                if copy is not None and copy[1] is not None:
+                    offset = copy[1] // tensor.itemsize + int(tensor.storage_offset())
+                    return _Copied(own.of_dtype(tensor.dtype), tensor.shape, tensor.stride(), offset)
+            return tensor.detach()  # itself it would hold the node that holds it, for ever
 
         def unpack(saved: Tensor | _Copied) -> Tensor:
-            return saved.tensor() if isinstance(saved, _Copied) else saved
+            return saved if isinstance(saved, Tensor) else saved.flat.as_strided(*saved[1:])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -167,12 +156,15 @@ class PagedStash(Stash):
         is_plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         return is_plain and tensor.device == self.own.bytes.device and tensor.numel() > 0
 
-    @torch.no_grad()
-    def _room(self, num_bytes: int) -> Tensor | None:
-        """So many bytes of the range, if its chunks have them."""
-        if not num_bytes or not self.own.has_room(num_bytes):
-            return None
-        return self.own.carve(num_bytes, torch.uint8, self.own.bytes.device)
+    def _moved(self, tensor: Tensor) -> int | None:
+        """Where a copy of all memory of a tensor begins in the range; None if its chunks have no room."""
+        memory = tensor.untyped_storage()
+        begin = self.own.room(memory.nbytes())
+        if begin is None:
+            self.leave(memory.nbytes())
+        else:
+            copy_memory(self.own.bytes, begin, memory)
+        return begin
 
 
 def paged_memory(store: ChunkStore, stage: int, num_microbatches: int) -> StageMemory:
