@@ -29,7 +29,8 @@ from bireme.model.sources import load_source
 from bireme.model.units import units_of
 from bireme.model.weights import materialize
 from bireme.plan.plan import Paging, Plan
-from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, ThreadMover, Wire
+from bireme.runtime.paging.chunk_store import PagingSettings
+from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.settings import PipelineSettings, named_optimizer
 from bireme.schedule.accesses import Sizes

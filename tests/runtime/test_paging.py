@@ -21,7 +21,8 @@ from bireme.cluster.device import Device
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import PREFIX, DiskTier
 from bireme.plan.plan import Plan
-from bireme.runtime.paging.chunk_store import CopyJob, PagingSettings, SlotPool, ThreadMover, Wire
+from bireme.runtime.paging.chunk_store import PagingSettings, SlotPool
+from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
 from bireme.runtime.pipeline import Pipeline
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.residency import resident

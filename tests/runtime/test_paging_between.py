@@ -64,7 +64,7 @@ def store_of(one: Places, folder: Path, num_chunks: int | None = None) -> ChunkS
     chunks = {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}
     cut = RankTiers(PAGE_BYTES, tiers, chunks, {}, master=False)
     program = Program("none", Rule.SYNCHRONOUS, Routes((0,)), 1, 1, (1,), (Track(()),), tiers=(cut,))
-    return ChunkStore(program, 0, cut, torch.device("cpu"), PagingSettings(folder))
+    return ChunkStore(program, 0, torch.device("cpu"), PagingSettings(folder))
 
 
 def chunk(number: int) -> Chunk:
@@ -72,15 +72,14 @@ def chunk(number: int) -> Chunk:
 
 
 def fill(store: ChunkStore, number: int, tiers: tuple[int, ...]) -> None:
-    held = store.held(chunk(number))
+    where = store.where.setdefault(chunk(number), {})
     content = torch.full((PAGE_BYTES,), number, dtype=torch.uint8)
     for tier in tiers:
+        where[tier] = store.take(chunk(number), tier)
         if tier == 0:
-            store.map_new(chunk(number), held)
             store.ranges.place(chunk(number)).copy_(content)
         else:
-            held.where[tier], _ = store.take(tier)
-            store.lower[tier - 1].write(held.where[tier], content)
+            store.lower[tier - 1].write(where[tier], content)
 
 
 def content_of(store: ChunkStore, number: int, tier: int) -> set[int]:
@@ -88,7 +87,7 @@ def content_of(store: ChunkStore, number: int, tier: int) -> set[int]:
     if tier == 0:
         found.copy_(store.ranges.place(chunk(number)))
     else:
-        store.lower[tier - 1].read(store.chunks[chunk(number)].where[tier], found)
+        store.lower[tier - 1].read(store.where[chunk(number)][tier], found)
     return set(found.tolist())
 
 
@@ -101,7 +100,7 @@ def test_every_chunk_comes_to_its_place_with_its_content_though_all_tiers_are_fu
             fill(store, number, tiers)
         arrange(store, {chunk(number): tier for number, tier in one.begin.items()})
         for number, tier in one.begin.items():
-            assert set(store.chunks[chunk(number)].where) == {tier}
+            assert set(store.where[chunk(number)]) == {tier}
             if number in one.now:
                 assert content_of(store, number, tier) == {number}
         for pool, capacity in zip(store.pools, one.capacities, strict=True):
@@ -115,7 +114,7 @@ def test_a_chunk_that_windows_forget_again_and_again_takes_one_slot_of_the_disk(
     for _ in range(5):
         arrange(store, {chunk(0): 0})
         arrange(store, {})
-        assert set(store.chunks[chunk(0)].where) == {2}
+        assert set(store.where[chunk(0)]) == {2}
     assert store.pools[2].num_slots == 1
 
 
@@ -124,7 +123,7 @@ def test_what_is_written_between_windows_is_not_lost_where_a_tier_below_has_a_co
     fill(store, 0, (0, 1))
     with paged_memory(store, 0, 1).opened(Item.OPTIMIZER):
         store.ranges.place(chunk(0)).fill_(9)
-    (tier,) = store.chunks[chunk(0)].where
+    (tier,) = store.where[chunk(0)]
     assert content_of(store, 0, tier) == {9}
 
 

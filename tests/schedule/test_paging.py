@@ -16,11 +16,12 @@ from bireme.schedule.accesses import Mode, Sizes, accesses_of, chunks_of, uses
 from bireme.schedule.budgets import Budgets, most_at_once
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
+from bireme.schedule.chunk_account import Holding, chunk_of
 from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
 from bireme.schedule.gathering import gathered
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule, Track
-from bireme.schedule.residency import Holding, chunk_of, resident
+from bireme.schedule.residency import resident
 from bireme.schedule.tiers import Chunk, best_chunk_bytes, num_chunks
 from tests.support.extent import examples, several
 from tests.support.page_programs import page

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from bireme.runtime.paging.chunk_store import CopyJob
+from bireme.runtime.paging.mover import CopyJob
 
 __all__ = ["StrictMover"]
 

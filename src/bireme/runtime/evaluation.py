@@ -38,10 +38,10 @@ from bireme.runtime.stage_messages import StageMessages
 from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import Updates, UpdateSettings
 from bireme.runtime.world import World
+from bireme.schedule.chunk_account import Holding
 from bireme.schedule.generators.shape import forward_only
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Holding
 from bireme.schedule.source import ProgramSource
 from bireme.schedule.tiers import Chunk, RankTiers
 from bireme.sync.group import Group, SingleRankGroup
@@ -504,8 +504,7 @@ def _keeps_gradients(program: Program, rank: int) -> bool:
     num_stages, reduced = len(program.stages_of(rank)), Counter[int]()
     waiting: set[Chunk] = set()
     for step in program.tracks[rank]:
-        for _ in holding.start(step):
-            pass
+        holding.start(step)
         own = {
             chunk for use, chunks in holding.uses.of(step) if use.item is Item.GRADIENT for chunk in chunks
         }
@@ -516,7 +515,7 @@ def _keeps_gradients(program: Program, rank: int) -> bool:
             waiting -= own
         ended = {chunk for chunk in waiting if reduced[chunk.number] == num_stages}
         # A chunk that was fetched may still be on its way.
-        if ended & holding.fetched or any(0 not in holding.where.get(chunk, ()) for chunk in ended):
+        if ended & holding.arriving.keys() or any(0 not in holding.where.get(chunk, ()) for chunk in ended):
             return False
         holding.end(step)
     return True

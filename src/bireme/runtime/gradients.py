@@ -21,7 +21,7 @@ from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, Arena, ArenaAllocator, LentArena
 from bireme.memory.system_memory import give_back_heap
 from bireme.model.units import LinearMap
-from bireme.runtime.paging.chunk_store import CopyJob
+from bireme.runtime.paging.mover import CopyJob
 from bireme.runtime.parameter_groups import ParameterGroup, ParameterGroupPart, without
 from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stepper import Home, Stepped, Stepper

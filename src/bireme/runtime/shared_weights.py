@@ -14,7 +14,7 @@ from bireme.errors import BiremeError, closest
 from bireme.memory.arena import Arena
 from bireme.plan.plan_request import SHARDS
 from bireme.runtime.layout import Layout
-from bireme.runtime.paging.chunk_store import CopyJob, ThreadMover
+from bireme.runtime.paging.mover import CopyJob, ThreadMover
 from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.runtime.parameter_groups import (
     ParameterGroupPart,

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from bireme.schedule.chunk_account import Holding
 from bireme.schedule.instruction import AVERAGES, PAGING, RECEIVES, SENDS, SHARING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.proofs.messages import channel_of, exchange_problems, message_problems
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.residency import Holding, Residency, resident
+from bireme.schedule.residency import Residency, resident
 
 # Proof that every instruction is in its place: on the rank of its stage, within the window, and well formed.
 #

@@ -17,15 +17,15 @@ be. That is added to its next work.
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import ChunkUses, Mode, Use
+from bireme.schedule.chunk_account import ChunkAccount
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program
-from bireme.schedule.residency import ALL_ON_DEVICE, chunk_of
 from bireme.schedule.tiers import Chunk
 from bireme.simulate.costs import Costs
 from bireme.simulate.network import Network, Path
@@ -182,38 +182,29 @@ class _Slots:
             heappush(self.given_back, at_s)
 
 
-class RankMover:
+class RankMover(ChunkAccount[float]):
     """The copies of one rank, between its tiers and from its replicas: it is given every instruction, in the
-    order of the track.
+    order of the track. A copy ends at a time.
     """
 
     def __init__(self, program: Program, rank: int, links: TierLinks, costs: Costs, network: Network) -> None:
-        tiers = program.tiers_of(rank) or ALL_ON_DEVICE
+        super().__init__(program, rank)
         self.beside = _BesideWork(links.core_share)
         self.replicas = (
             _ReplicaWire(program, rank, costs, network, self.beside) if program.num_sharers > 1 else None
         )
-        self.program = program
         self.rank = rank
-        self.tiers = tiers
         self.links = links
-        self.uses = ChunkUses(program, tiers)
         self.steps: Iterator[Instruction] = iter(program.tracks[rank])
         self.step: Instruction | None = None
         self.index = -1
         self.ready_s = 0.0
-        held = [0] * len(tiers.tiers)
-        for tier in tiers.begin.values():
-            held[tier] += 1
+        """When the instruction under way has its chunks and slots, as far as is known."""
+        held = Counter(self.tiers.begin.values())
         self.slots = [
-            _Slots(None if tier.capacity is None else tier.capacity - count)
-            for tier, count in zip(tiers.tiers, held, strict=True)
+            _Slots(None if tier.capacity is None else tier.capacity - held[number])
+            for number, tier in enumerate(self.tiers.tiers)
         ]
-        self.where: dict[Chunk, set[int]] = {chunk: {tier} for chunk, tier in tiers.begin.items()}
-        self.fetched_s: dict[Chunk, float] = {}
-        """When what was fetched to the device is there."""
-        self.moved_s: dict[Chunk, float] = {}
-        """When the last copy of a chunk is through."""
         self.wire_free_s: dict[tuple[int, bool], float] = {}
         self.copies: dict[tuple[int, bool], Copies] = {}
         self.waited_s = 0.0
@@ -226,10 +217,12 @@ class RankMover:
             self.step, self.index = next(self.steps), index
             self.ready_s = now
             if self.step.kind in PAGING and not self.step.moves_whole:
-                self._move(self.step, now)
+                self.own_s += self.links.chunk_s
+                self.move(self.step)
+                self.ready_s = now
                 return now
             if self.tiers.chunks:
-                self.ready_s = max(now, self._chunks_ready_s(self.step))
+                self.use(self.step)
             if self.replicas is not None:  # weights set out when the chunks of this rank's part are there
                 self.ready_s = self.replicas.ready_s(self.step, self.ready_s, index)
             self.waited_s += self.ready_s - now
@@ -240,16 +233,11 @@ class RankMover:
         own_s, self.own_s = self.own_s, 0.0
         return own_s + self.beside.taken_s(now, seconds + own_s)
 
-    def end(self, now: float) -> None:
+    def ended(self, now: float) -> None:
         """That instruction has ended."""
         assert self.step is not None, "what ends has started"
-        for use, chunks in self.uses.of(self.step):
-            if use.ends:
-                self.own_s += self.links.chunk_s * len(chunks)
-                for chunk in chunks:
-                    for tier in self.where.pop(chunk, ()):
-                        self._give(tier, chunk, now)
-                    self.moved_s.pop(chunk, None)
+        self.ready_s = now
+        self.end(self.step)
 
     def result(self) -> RankCopies:
         """All copies of the window."""
@@ -258,76 +246,47 @@ class RankMover:
             found += [copies for copies in self.replicas.copies.values() if copies.start_s]
         return RankCopies(self.rank, self.waited_s, tuple(found))
 
-    def _chunks_ready_s(self, step: Instruction) -> float:
-        ready = 0.0
-        where, fetched_s = self.where, self.fetched_s
-        for use, chunks in self.uses.of(step):
-            is_read = use.mode is Mode.READ
-            if use.item is Item.STASH and use.mode is Mode.MAKE:
-                self.own_s += len(chunks) * self.tiers.chunk_bytes / self.links.stash_bytes_per_s
-            if use.tier:
-                ready = max(ready, *(self._ready_below_s(chunk, use) for chunk in chunks))
-                continue
-            for chunk in chunks:
-                tiers = where.get(chunk)
-                if tiers is None:
-                    tiers = where[chunk] = set()
-                if chunk in fetched_s:
-                    ready = max(ready, fetched_s.pop(chunk))
-                if is_read and 0 in tiers:
-                    continue
-                if not is_read:
-                    for tier in tiers - {0}:
-                        self._give(tier, chunk, ready)
-                    tiers.intersection_update({0})
-                if 0 not in tiers:
-                    tiers.add(0)
-                    ready = max(ready, self.slots[0].take())
-                    self.own_s += self.links.chunk_s
-        return ready
+    def await_arrival(self, arrival: float) -> None:
+        """As `ChunkAccount` says."""
+        self.ready_s = max(self.ready_s, arrival)
 
-    def _ready_below_s(self, chunk: Chunk, use: Use) -> float:
-        """When a chunk can be used on the tier below."""
-        tiers, ready = self.where.setdefault(chunk, set()), self.moved_s.get(chunk, 0.0)
-        if use.mode is not Mode.READ:
-            for tier in tiers - {use.tier}:
-                self._give(tier, chunk, ready)
-            tiers.intersection_update({use.tier})
-        if use.tier not in tiers:
-            tiers.add(use.tier)
-            ready = max(ready, self.slots[use.tier].take())
-        return ready
+    def await_last(self, chunk: Chunk) -> None:
+        """As `ChunkAccount` says."""
+        self.ready_s = max(self.ready_s, self.last.get(chunk, 0.0))
 
-    def _give(self, tier: int, chunk: Chunk, now: float) -> None:
-        self.slots[tier].give(max(now, self.moved_s.get(chunk, 0.0)))
+    def take(self, chunk: Chunk, tier: int) -> int:
+        """As `ChunkAccount` says. The rank puts what it keeps of a micro-batch into chunks itself."""
+        self.ready_s = max(self.ready_s, self.slots[tier].take())
+        if tier == 0:
+            self.own_s += self.links.chunk_s
+            if chunk.item is Item.STASH:
+                self.own_s += self.tiers.chunk_bytes / self.links.stash_bytes_per_s
+        return 0
 
-    def _move(self, step: Instruction, now: float) -> None:
-        assert step.page is not None, "FETCH and EVICT have a page"
-        chunk, tier = chunk_of(self.program, step), step.page.tier
-        self.own_s += self.links.chunk_s
-        if step.kind is Kind.FETCH:
-            end = self._copy(chunk, tier, is_fetch=True, now=now, room_s=self.slots[tier].take())
-            self.where[chunk].add(tier)
-            if tier == 0:
-                self.fetched_s[chunk] = end
-        else:
-            self.where[chunk].discard(tier)
-            if step.page.is_copied:
-                self._copy(chunk, tier, is_fetch=False, now=now, room_s=self.slots[tier + 1].take())
-                self.where[chunk].add(tier + 1)
-            self._give(tier, chunk, now)
+    def give(self, chunk: Chunk, tier: int, slot: int, *, is_copied: bool = False) -> None:
+        """As `ChunkAccount` says: a slot is free when the last copy of its chunk is through."""
+        self.slots[tier].give(max(self.ready_s, self.last.get(chunk, 0.0)))
 
-    def _copy(self, chunk: Chunk, tier: int, *, is_fetch: bool, now: float, room_s: float) -> float:
-        lower = self.tiers.tiers[tier + 1].name
+    def forget(self, item: Item, stage: int, number: int, chunks: Collection[Chunk]) -> None:
+        """As `ChunkAccount` says."""
+        self.own_s += self.links.chunk_s * len(chunks)
+        super().forget(item, stage, number, chunks)
+
+    def copy(self, chunk: Chunk, tier: int, *, is_fetch: bool) -> int:
+        """As `ChunkAccount` says: when the slot is free, the chunk's last copy is through and so is the last
+        on the wire; at once if the rank copies it itself.
+        """
+        now, size, lower = self.ready_s, self.tiers.chunk_bytes, self.tiers.tiers[tier + 1].name
+        room_s = self.slots[tier if is_fetch else tier + 1].take()
         wire = tier, is_fetch and lower != "disk"
-        start = max(now, room_s, self.moved_s.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
-        seconds = self.links.seconds(lower, self.tiers.chunk_bytes)
+        start = max(now, room_s, self.last.get(chunk, 0.0), self.wire_free_s.get(wire, 0.0))
+        seconds = self.links.seconds(lower, size)
         end = ready = start + seconds
-        if lower != "disk" and start <= now and self.tiers.chunk_bytes <= self.links.own_bytes:
+        if lower != "disk" and start <= now and size <= self.links.own_bytes:
             self.own_s += seconds
-            self.moved_s[chunk] = ready = now
+            self.last[chunk] = ready = now
         else:
-            self.wire_free_s[wire] = self.moved_s[chunk] = end
+            self.wire_free_s[wire] = self.last[chunk] = end
             if lower != "disk":
                 self.beside.add(start, end)
         copies = self.copies.get((tier, is_fetch))
@@ -335,5 +294,7 @@ class RankMover:
             upper = self.tiers.tiers[tier].name
             ends = (lower, upper) if is_fetch else (upper, lower)
             copies = self.copies[tier, is_fetch] = _copies(*ends)
-        _note(copies, start, end, self.tiers.chunk_bytes, self.index)
-        return ready
+        _note(copies, start, end, size, self.index)
+        if is_fetch and tier == 0:
+            self.arriving[chunk] = ready
+        return 0

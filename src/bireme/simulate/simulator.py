@@ -323,7 +323,7 @@ class _Run:
                     key // (self.operations.stride * self.program.num_microbatches), rank.start_s[-1]
                 )
         if rank.mover is not None:
-            rank.mover.end(now)
+            rank.mover.ended(now)
         rank.end_s.append(now)
 
     def _summing(self, batch: int, now: float) -> None:

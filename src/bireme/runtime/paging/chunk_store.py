@@ -1,29 +1,28 @@
-"""A rank's chunks in their tiers: which tiers have a copy of each, in which slots, and after which jobs.
+"""A rank's chunks in their tiers: what FETCH and EVICT do, and what every other instruction waits for.
 
 Everything here is called by the rank's own thread. What the mover does of it is in the jobs that it is given.
 """
 
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bireme.devices import is_accelerator, synchronize, use
+from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, ArenaAllocator
 from bireme.memory.disk_tier import DiskTier, HostTier, LowerTier
 from bireme.memory.system_memory import AddressRange, ChunkMemory, chunk_memory, copy_bytes, pages
-from bireme.schedule.instruction import Item
+from bireme.runtime.paging.mover import CopyJob, Mover, ThreadMover, Wire
+from bireme.schedule.accesses import Mode, Use
+from bireme.schedule.chunk_account import ChunkAccount, Holding
+from bireme.schedule.instruction import Instruction, Item
 from bireme.schedule.program import Program
-from bireme.schedule.residency import Holding
 from bireme.schedule.tiers import SMALL_CHUNK_BYTES, Chunk, RankTiers
 
 # The ranges of addresses of a rank's items: which one an item has now, and which one a tensor lies in.
@@ -113,124 +112,6 @@ class _Ranges:
         return made
 
 
-# Movers: they make the copies between tiers while the rank's own thread goes on.
-#
-# A copy is a `CopyJob`. It begins when the jobs that it needs are done, which all were posted before it; so
-# jobs of one wire can be made in the order in which they were posted, and nobody waits in a circle.
-
-Wire = tuple[int, bool]
-"""The tier above, and whether copies go up; a wire for both ways goes by False."""
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class CopyJob:
-    """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
-    device's stream was when it was posted; `note` is told how long the copy took, once it is complete.
-    """
-
-    wire: Wire
-    num_bytes: int
-    run: Callable[[], None]
-    needs: tuple["CopyJob", ...] = ()
-    mark: torch.Event | None = None
-    is_done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    note: Callable[[float], None] | None = None
-
-    @property
-    def is_through(self) -> bool:
-        """Whether the copy is made."""
-        return self.is_done.is_set() and self.error is None
-
-    def do(self, complete: Callable[[], None] = lambda: None) -> None:
-        """Make the copy, unless one that it needs has failed; `complete` waits for what goes on then."""
-        self.error = next((one.error for one in self.needs if one.error is not None), None)
-        try:
-            if self.error is None:
-                begin_s = perf_counter()
-                self.run()
-                complete()
-                if self.note is not None:
-                    self.note(perf_counter() - begin_s)
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.needs = ()
-            self.is_done.set()
-
-
-class _Mover(Protocol):
-    """Makes jobs."""
-
-    def post(self, job: CopyJob) -> None:
-        """Have a job made. Returns at once."""
-
-    def wait(self, job: CopyJob) -> None:
-        """Return when a job is done. Raises what went wrong."""
-
-    def close(self) -> None:
-        """Make what was posted, and end."""
-
-
-class ThreadMover:
-    """A thread for each wire. On an accelerator each has a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._queues: dict[Wire, queue.SimpleQueue[CopyJob | None]] = {}
-        self._threads: list[threading.Thread] = []
-
-    def post(self, job: CopyJob) -> None:
-        """As `_Mover` says."""
-        own = self._queues.get(job.wire)
-        if own is None:
-            own = self._queues[job.wire] = queue.SimpleQueue()
-            name = f"bireme-mover-{len(self._threads)}"
-            thread = threading.Thread(target=self._work, args=(own,), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        if is_accelerator(self._device):
-            job.mark = torch.Event(self._device)
-            job.mark.record(torch.accelerator.current_stream(self._device))
-        own.put(job)
-
-    def wait(self, job: CopyJob) -> None:
-        """As `_Mover` says."""
-        job.is_done.wait()
-        if job.error is not None:
-            raise job.error
-
-    def close(self) -> None:
-        """As `_Mover` says."""
-        for own in self._queues.values():
-            own.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._queues.clear()
-        self._threads.clear()
-
-    def _work(self, jobs: "queue.SimpleQueue[CopyJob | None]") -> None:
-        stream: torch.Stream | None = None
-        while (job := jobs.get()) is not None:
-            for other in job.needs:
-                other.is_done.wait()
-            try:
-                if is_accelerator(self._device):
-                    if stream is None:
-                        use(self._device)
-                        stream = torch.Stream(self._device)
-                    if job.mark is not None:
-                        job.mark.synchronize()  # here, so that the copy's time is its own
-                    with stream:
-                        job.do(stream.synchronize)
-                else:
-                    job.do()
-            except BaseException as error:  # of the stream: nobody may wait for ever
-                job.error = error
-                job.is_done.set()
-            del job  # or what it holds would live until the next comes
-
-
 # The free slots of a tier, each with the job after which it may be written to.
 
 
@@ -285,31 +166,21 @@ class PagingSettings:
     """
 
     folder: Path | None = None
-    mover: Callable[[torch.device], _Mover] = ThreadMover
+    mover: Callable[[torch.device], Mover] = ThreadMover
     poisons: bool = False
 
 
-@dataclass(slots=True)
-class HeldChunk:
-    """A chunk: its slot on each tier that has a copy, its last job, and the job that brings it to the
-    device, until somebody has waited for it.
+class ChunkStore(ChunkAccount[CopyJob]):
+    """The chunks of one rank of `program`, which shows all that longer windows keep: the account of its FETCH
+    and EVICT, with slots and jobs in it.
     """
 
-    where: dict[int, int] = field(default_factory=dict)
-    last: CopyJob | None = None
-    arrival: CopyJob | None = None
-
-
-class ChunkStore:
-    """The chunks of one rank of `program`, which shows all that longer windows keep."""
-
-    def __init__(
-        self, program: Program, rank: int, tiers: RankTiers, device: torch.device, settings: PagingSettings
-    ) -> None:
-        self.tiers = tiers
+    def __init__(self, program: Program, rank: int, device: torch.device, settings: PagingSettings) -> None:
+        super().__init__(program, rank)
+        self.where = {}  # none is there yet
         self.device = device
-        self.chunks: dict[Chunk, HeldChunk] = {}
         self.mover = settings.mover(device)
+        tiers = self.tiers
         is_small = not is_accelerator(device) and tiers.chunk_bytes <= SMALL_CHUNK_BYTES
         self.copies_itself = is_small and settings.mover is ThreadMover
         """Whether the rank copies chunks to and from the host itself, where they can be copied at once."""
@@ -345,22 +216,83 @@ class ChunkStore:
         """The chunks of an item; none if it is not paged."""
         return [Chunk(item, stage, number, place) for place in range(self.tiers.chunks.get((item, stage), 0))]
 
-    def held(self, chunk: Chunk) -> HeldChunk:
-        """What there is of a chunk, maybe nothing yet."""
-        found = self.chunks.get(chunk)
-        if found is None:
-            found = self.chunks[chunk] = HeldChunk()
-        return found
+    # What instructions do.
 
-    def post(self, held: HeldChunk, job: CopyJob) -> None:
+    def miss(self, step: Instruction, use: Use, chunk: Chunk) -> None:
+        """As `ChunkAccount` says: the first of a sum needs no chunk."""
+        if use.mode is not Mode.ADD or chunk in self.where:
+            there = "the host" if use.tier else "the device"
+            raise RuntimeError(f"{step} needs chunk {chunk.chunk} of its {chunk.item} on {there}.")
+
+    def take(self, chunk: Chunk, tier: int) -> int:
+        """As `ChunkAccount` says; a slot of the device is mapped beneath the chunk."""
+        slot, after = self._free_slot(tier)
+        self.wait(after)
+        if tier == 0:
+            self.wait(self.last.get(chunk))
+            self.memory.map(self.ranges.place(chunk), slot)
+        return slot
+
+    def give(self, chunk: Chunk, tier: int, slot: int, *, is_copied: bool = False) -> None:
+        """As `ChunkAccount` says, once the chunk's last job is done; that of a copy unmaps the slot."""
+        if tier == 0 and not is_copied:
+            self.memory.unmap(self.ranges.place(chunk))
+        self.pools[tier].give(slot, self.last.get(chunk))
+
+    def await_arrival(self, arrival: CopyJob) -> None:
+        """As `ChunkAccount` says."""
+        self.wait(arrival)
+
+    def await_last(self, chunk: Chunk) -> None:
+        """As `ChunkAccount` says."""
+        self.wait(self.last.get(chunk))
+
+    def forget(self, item: Item, stage: int, number: int, chunks: Collection[Chunk]) -> None:
+        """As `ChunkAccount` says."""
+        super().forget(item, stage, number, chunks)
+        self.ranges.end(item, stage, number)
+
+    def copy(self, chunk: Chunk, tier: int, *, is_fetch: bool) -> int:
+        """As `ChunkAccount` says, once the slot is free and the chunk's last job is done. A small chunk that
+        waits for nothing is copied at once, without a job.
+        """
+        tiers, lower, into = self.where[chunk], self.lower[tier], tier if is_fetch else tier + 1
+        slot, after = self._free_slot(into)
+        above, below = (slot, tiers[tier + 1]) if is_fetch else (tiers[tier], slot)
+        place = self.ranges.place(chunk) if tier == 0 else self.host.bytes_of(above)
+
+        def run() -> None:
+            if tier == 0 and is_fetch:
+                self.memory.map(place, slot)
+            (lower.read if is_fetch else lower.write)(below, place)
+            if tier == 0 and not is_fetch:
+                self.memory.unmap(place)
+
+        is_disk = self.tiers.tiers[tier + 1].name == "disk"
+        needs = tuple(job for job in (after, self.last.get(chunk)) if job is not None and not job.is_through)
+        if self.copies_itself and not is_disk and not needs:
+            begin_s = perf_counter()
+            run()
+            self._note(into, is_fetch, perf_counter() - begin_s)
+            self.last.pop(chunk, None)
+            self.last_read = None
+            return slot
+        note = partial(self._note, into, is_fetch)
+        job = CopyJob((tier, is_fetch and not is_disk), self.tiers.chunk_bytes, run, needs, note=note)
+        self._post(chunk, job)
+        if into == 0:
+            self.arriving[chunk] = job
+        return slot
+
+    def _post(self, chunk: Chunk, job: CopyJob) -> None:
         """Have a chunk's next job made."""
-        held.last, self.last_read = job, None
+        self.last[chunk], self.last_read = job, None
         while self._under_way and self._under_way[0].is_done.is_set():
             self._under_way.popleft()
         self._under_way.append(job)
         self.mover.post(job)
 
-    def note(self, tier: int, is_fetch: bool, seconds: float) -> None:
+    def _note(self, tier: int, is_fetch: bool, seconds: float) -> None:
         """A chunk was copied into a tier, from the one below if it `is_fetch`, in these seconds."""
         wire = tier, is_fetch
         self.copied_s[wire] = self.copied_s.get(wire, 0.0) + seconds
@@ -379,27 +311,11 @@ class ChunkStore:
         while self._under_way:
             self.mover.wait(self._under_way.popleft())
 
-    def take(self, tier: int) -> tuple[int, CopyJob | None]:
+    def _free_slot(self, tier: int) -> tuple[int, CopyJob | None]:
         """A slot of a tier, and the job to wait for before it is written to."""
         if not self.has_room(tier):
             raise RuntimeError(f"The {self.pools[tier].name} has no slot for a chunk. The program is wrong.")
         return self.pools[tier].take()
-
-    def map_new(self, chunk: Chunk, held: HeldChunk) -> None:
-        """Give a chunk a slot on the device whose content is to be made."""
-        slot, after = self.take(0)
-        self.wait(after)
-        self.wait(held.last)
-        self.memory.map(self.ranges.place(chunk), slot)
-        held.where[0] = slot
-
-    def drop(self, chunk: Chunk, held: HeldChunk, tiers: Iterable[int]) -> None:
-        """Give back a chunk's slots on some tiers, once its last job is done."""
-        for tier in [tier for tier in tiers if tier in held.where]:
-            slot = held.where.pop(tier)
-            if tier == 0:
-                self.memory.unmap(self.ranges.place(chunk))
-            self.pools[tier].give(slot, held.last)
 
     def grow(self, tier: int, num_slots: int = 1) -> None:
         """Have more slots in a lower tier."""
@@ -422,35 +338,45 @@ class ChunkStore:
         self.grow(tier)
         return True
 
+    # What is done between windows, at once.
+
     def carry(self, chunk: Chunk, tier: int) -> None:
-        """Have a chunk on just one tier, which has room; between windows, and at once."""
-        held = self._put(chunk, tier)
-        self.drop(chunk, held, [one for one in held.where if one != tier])
+        """Have a chunk on just one tier, which has room."""
+        self._put(chunk, tier)
+        self.drop(chunk, [one for one in self.where[chunk] if one != tier])
 
     def bring(self, chunk: Chunk) -> None:
-        """Copy a chunk to the device, which has room, and wait; to be called between windows."""
+        """Copy a chunk to the device, which has room, and wait."""
         self._put(chunk, 0)
 
-    def _put(self, chunk: Chunk, tier: int) -> HeldChunk:
+    def drop(self, chunk: Chunk, tiers: Iterable[int]) -> None:
+        """Give back a chunk's slots on some tiers."""
+        for tier in tiers:
+            self.give(chunk, tier, self.where[chunk].pop(tier))
+
+    def _put(self, chunk: Chunk, tier: int) -> None:
         """Have a chunk on a tier too."""
-        held = self.held(chunk)
-        self.wait(held.last)
-        held.arrival = self.last_read = None
-        if tier not in held.where:
-            source = min(held.where, default=None)
-            self._make_place(chunk, held, tier)
+        tiers = self.where.setdefault(chunk, {})
+        self.rest(chunk)
+        if tier not in tiers:
+            source = min(tiers, default=None)
+            tiers[tier] = self.take(chunk, tier)
             if source is not None:
                 self._copy(chunk, source, tier)
         synchronize(self.device)
-        return held
+
+    def rest(self, chunk: Chunk) -> None:
+        """Wait until nothing is under way with a chunk."""
+        self.wait(self.last.get(chunk))
+        self.arriving.pop(chunk, None)
+        self.last_read = None
 
     @torch.no_grad()
     def change(self, chunk: Chunk, place: slice, content: Tensor) -> None:
         """Change some bytes of a chunk, on every tier that has a copy."""
-        held = self.chunks[chunk]
-        self.wait(held.last)
+        self.wait(self.last.get(chunk))
         self.last_read = None
-        for tier in held.where:
+        for tier in self.where[chunk]:
             there = self.bytes_in(chunk, tier)
             if there is None:
                 self._read(chunk, tier, self.scratch)
@@ -459,26 +385,17 @@ class ChunkStore:
                 self._write(chunk, tier, self.scratch)
         synchronize(self.device)
 
-    def end(self, item: Item, stage: int, number: int) -> None:
-        """An item is gone, and its chunks with it."""
-        for chunk in self.chunks_of(item, stage, number):
-            held = self.chunks.pop(chunk)
-            self.drop(chunk, held, tuple(held.where))
-        self.ranges.end(item, stage, number)
-
     def lift(self, chunk: Chunk) -> None:
         """Take a chunk off its only tier; its content is in `scratch`."""
-        held = self.held(chunk)
-        self.wait(held.last)
-        held.arrival = self.last_read = None
-        (tier,) = held.where
+        self.rest(chunk)
+        (tier,) = self.where[chunk]
         self._read(chunk, tier, self.scratch)
         synchronize(self.device)
-        self.drop(chunk, held, (tier,))
+        self.drop(chunk, (tier,))
 
     def put_down(self, chunk: Chunk, tier: int) -> None:
         """Put a chunk that was lifted on a tier that has room."""
-        self._make_place(chunk, self.held(chunk), tier)
+        self.where[chunk][tier] = self.take(chunk, tier)
         self._write(chunk, tier, self.scratch)
         synchronize(self.device)
 
@@ -487,27 +404,17 @@ class ChunkStore:
         if tier == 0:
             return self.ranges.place(chunk)
         lower = self.lower[tier - 1]
-        return lower.bytes_of(self.chunks[chunk].where[tier]) if isinstance(lower, HostTier) else None
+        return lower.bytes_of(self.where[chunk][tier]) if isinstance(lower, HostTier) else None
 
     def content(self, chunk: Chunk) -> Tensor:
         """The bytes of a chunk, wherever they are, to be read until the next call."""
-        held = self.chunks[chunk]
-        self.wait(held.last)
-        tier = min(held.where)
+        self.wait(self.last.get(chunk))
+        tier = min(self.where[chunk])
         there = self.bytes_in(chunk, tier)
         if there is None and self.last_read != chunk:
             self._read(chunk, tier, self.scratch)
             self.last_read = chunk
         return self.scratch if there is None else there
-
-    def _make_place(self, chunk: Chunk, held: HeldChunk, tier: int) -> None:
-        """Give a chunk a slot on a tier, whose content is to be made."""
-        if tier == 0:
-            self.map_new(chunk, held)
-            return
-        slot, after = self.take(tier)
-        self.wait(after)
-        held.where[tier] = slot
 
     def _copy(self, chunk: Chunk, source: int, target: int) -> None:
         into = self.bytes_in(chunk, target)
@@ -522,13 +429,13 @@ class ChunkStore:
         if tier == 0:
             copy_bytes(into, self.ranges.place(chunk))
         else:
-            self.lower[tier - 1].read(self.chunks[chunk].where[tier], into)
+            self.lower[tier - 1].read(self.where[chunk][tier], into)
 
     def _write(self, chunk: Chunk, tier: int, data: Tensor) -> None:
         if tier == 0:
             copy_bytes(self.ranges.place(chunk), data)
         else:
-            self.lower[tier - 1].write(self.chunks[chunk].where[tier], data)
+            self.lower[tier - 1].write(self.where[chunk][tier], data)
 
     @property
     def host(self) -> HostTier:
@@ -537,10 +444,15 @@ class ChunkStore:
         assert isinstance(found, HostTier), "the first tier below the device's is the host's"
         return found
 
+    def lend_used(self, step: Instruction) -> list[Tensor]:
+        """Lend the host's slots of what a step uses there and is not on the device too."""
+        used = (chunk for use, chunks in self.uses.of(step) if use.tier for chunk in chunks)
+        return [self.lend_host(chunk) for chunk in used if 0 not in self.where[chunk]]
+
     def lend_host(self, chunk: Chunk) -> Tensor:
         """Have the slot that a chunk has on the host beneath its place, which is given; on a processor."""
         place = self.ranges.place(chunk)
-        self.host.map_beneath(place, self.chunks[chunk].where[1])
+        self.host.map_beneath(place, self.where[chunk][1])
         return place
 
     def peak_bytes(self, tier: int) -> int:
@@ -577,7 +489,7 @@ def _peaks(program: Program, rank: int) -> list[int]:
     """The most chunks that each tier holds."""
     holding = Holding(program, rank)
     for step in program.tracks[rank]:
-        for problem in holding.start(step):
-            raise BiremeError(problem)
+        if problems := holding.start(step):
+            raise BiremeError(problems[0])
         holding.end(step)
     return holding.peak

@@ -228,7 +228,7 @@ class _PagedStage(StageMemory):
         tier = 1 if item is Item.OPTIMIZER and stage in store.tiers.host_updates else 0
         store.opened.update(chunks)
         for chunk in chunks:
-            if tier not in store.held(chunk).where:
+            if tier not in store.where.get(chunk, ()):
                 _make_room(store, tier)
             store.carry(chunk, tier)  # and nowhere else: it may be written to
         lent_places = [store.lend_host(chunk) for chunk in chunks if tier]
@@ -248,7 +248,7 @@ class _PagedStage(StageMemory):
         brought: list[Chunk] = []
         has_room = True
         for chunk in chunks:
-            if 0 not in store.chunks[chunk].where:
+            if 0 not in store.where[chunk]:
                 _make_room(store, 0)
                 if not store.has_room(0):
                     has_room = False
@@ -260,7 +260,7 @@ class _PagedStage(StageMemory):
         finally:
             store.opened.difference_update(chunks)
             for chunk in brought:
-                store.drop(chunk, store.chunks[chunk], (0,))
+                store.drop(chunk, (0,))
 
     def read(self, tensor: Tensor) -> Tensor:
         """As `StageMemory` says, from whatever tiers its chunks are on."""
@@ -286,7 +286,7 @@ class _PagedStage(StageMemory):
                 store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
 
     def end(self, item: Item, number: int) -> None:
-        self._store.end(item, self._stage, number)
+        self._store.forget(item, self._stage, number, self._store.chunks_of(item, self._stage, number))
 
 
 # Between windows.
@@ -296,20 +296,18 @@ def _make_room(store: ChunkStore, tier: int) -> None:
     """Have room for a chunk more in a tier, if any of those that are not opened can leave it."""
     if store.has_room(tier):
         return
-    for chunk, held in store.chunks.items():
-        is_here = min(held.where, default=None) == tier
+    for chunk, tiers in store.where.items():
+        is_here = min(tiers, default=None) == tier
         if is_here and chunk not in store.opened and _stow(store, chunk):
             return
 
 
 def _stow(store: ChunkStore, chunk: Chunk) -> bool:
     """Take a chunk off its uppermost tier, if a tier below has it or any has room."""
-    held = store.chunks[chunk]
-    upper = min(held.where)
-    if len(held.where) > 1:
-        store.wait(held.last)
-        held.arrival = None
-        store.drop(chunk, held, (upper,))
+    upper = min(store.where[chunk])
+    if len(store.where[chunk]) > 1:
+        store.rest(chunk)
+        store.drop(chunk, (upper,))
         return True
     tier = next((one for one in range(upper + 1, len(store.pools)) if store.has_room(one)), None)
     if tier is None:

@@ -16,7 +16,7 @@ from bireme.schedule.program import Program
 # What is proved: the gradients of every backward are summed over the replicas before their batch is reduced,
 # and no others; nothing is added to them while that is under way, which ends before the last REDUCE of the
 # batch on the rank; and a rank sums those of one stage at a time. That passes find their weights whole is
-# proved with all that tiers hold (`schedule/residency.py`).
+# proved with all that tiers hold (`schedule/chunk_account.py`).
 
 
 def exchange_problems(program: Program) -> Iterator[str]:
