@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bireme.cluster.device import EngineCost
 from bireme.report.picture import write_picture
 from bireme.report.timeline_document import write_trace
 from bireme.schedule.budgets import Budgets
@@ -191,6 +192,9 @@ def test_small_chunks_are_copied_by_the_rank_itself_and_each_chunk_takes_some_of
     assert more_s(own) > 0.8 * 0.03 * len(copies), "few must wait for a slot, and go to the thread"
     assert more_s(handled) >= 0.001 * len(moves) * 0.99
     assert more_s(stashed) == pytest.approx(2 * 0.005 * len(forwards))
+    counted = simulate(program, replace(costs, engine=EngineCost(instruction_s=0.001)), tier_links=links)
+    least_s = 0.001 * (len(track) - len(moves) / 4)
+    assert least_s < more_s(counted) < 0.001 * len(track), "moves too, but those after the last work"
 
 
 def test_work_hides_copies_where_there_is_room_to_fetch_ahead() -> None:

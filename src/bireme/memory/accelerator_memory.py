@@ -159,10 +159,11 @@ class AcceleratorChunks:
         """As `ChunkMemory` says."""
         self._memory.map(chunk.data_ptr(), self.slot_bytes, self._slots[slot])
 
-    def unmap(self, chunk: Tensor) -> None:
+    def unmap(self, chunks: Tensor) -> None:
         """As `ChunkMemory` says, once the current stream has done what it was asked for."""
         torch.accelerator.current_stream(self._device).synchronize()
-        self._memory.unmap(chunk.data_ptr())
+        for begin in range(0, chunks.nbytes, self.slot_bytes):
+            self._memory.unmap(chunks.data_ptr() + begin)
 
 
 class _Range:

@@ -42,8 +42,8 @@ class ChunkMemory(Protocol):
     def map(self, chunk: Tensor, slot: int) -> None:
         """Let the bytes of a chunk be those of a slot."""
 
-    def unmap(self, chunk: Tensor) -> None:
-        """Let nothing be beneath a chunk."""
+    def unmap(self, chunks: Tensor) -> None:
+        """Let nothing be beneath a chunk, or beneath several that lie together."""
 
 
 class AddressRange:
@@ -310,8 +310,7 @@ class HostChunks:
             beyond = shared_file(more)
             map_file(address + paged, more, beyond, 0, populates=False)
             os.close(beyond)
-        for chunk in range(num_chunks):
-            self.unmap(found[chunk * self.slot_bytes : (chunk + 1) * self.slot_bytes])
+        self.unmap(found[:paged])
         return found
 
     def map(self, chunk: Tensor, slot: int) -> None:
@@ -320,11 +319,12 @@ class HostChunks:
         if self._poison is not None:
             fill_bytes(chunk, POISON)
 
-    def unmap(self, chunk: Tensor) -> None:
+    def unmap(self, chunks: Tensor) -> None:
         """As `ChunkMemory` says."""
         if self._poison is None:
-            map_nothing(chunk.data_ptr(), self.slot_bytes)
-        else:
+            map_nothing(chunks.data_ptr(), chunks.nbytes)
+            return
+        for chunk in torch.split(chunks, self.slot_bytes):
             map_file(chunk.data_ptr(), self.slot_bytes, self._file, self._poison, is_shared=False)
 
 

@@ -129,9 +129,9 @@ class TierLinks:
 
     A latency is added to every copy. `core_share` is what of a copy between device and host work that runs
     beside it loses: all of it where one core does both, nothing where copies have cores of their own.
-    `chunk_s` is for how long a rank is busy with each chunk that it has copied, makes or ends; what it keeps
-    of a micro-batch it puts into chunks itself, `stash_bytes_per_s`. Chunks of `own_bytes` or less it copies
-    to and from the host itself.
+    `chunk_s` is for how long a rank is busy with each chunk that it has copied or makes, and with each item
+    that it ends; what it keeps of a micro-batch it puts into chunks itself, `stash_bytes_per_s`. Chunks of
+    `own_bytes` or less it copies to and from the host itself.
     """
 
     host_bytes_per_s: float = math.inf
@@ -195,6 +195,9 @@ class RankMover(ChunkAccount[float]):
         )
         self.rank = rank
         self.links = links
+        host_speed = costs.host_speed[rank] if costs.host_speed else 1.0
+        self.move_s = links.chunk_s + costs.engine.instruction_s / host_speed
+        """For how long the rank is busy with a FETCH or EVICT, besides its copy."""
         self.steps: Iterator[Instruction] = iter(program.tracks[rank])
         self.step: Instruction | None = None
         self.index = -1
@@ -217,7 +220,7 @@ class RankMover(ChunkAccount[float]):
             self.step, self.index = next(self.steps), index
             self.ready_s = now
             if self.step.kind in PAGING and not self.step.moves_whole:
-                self.own_s += self.links.chunk_s
+                self.own_s += self.move_s
                 self.move(self.step)
                 self.ready_s = now
                 return now
@@ -269,7 +272,7 @@ class RankMover(ChunkAccount[float]):
 
     def forget(self, item: Item, stage: int, number: int, chunks: Collection[Chunk]) -> None:
         """As `ChunkAccount` says."""
-        self.own_s += self.links.chunk_s * len(chunks)
+        self.own_s += self.links.chunk_s
         super().forget(item, stage, number, chunks)
 
     def copy(self, chunk: Chunk, tier: int, *, is_fetch: bool) -> int:

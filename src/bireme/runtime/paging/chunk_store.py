@@ -248,7 +248,12 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self.wait(self.last.get(chunk))
 
     def forget(self, item: Item, stage: int, number: int, chunks: Collection[Chunk]) -> None:
-        """As `ChunkAccount` says."""
+        """As `ChunkAccount` says; chunks that lie together are unmapped at once."""
+        if chunks and all(0 in self.where[chunk] for chunk in chunks):
+            own = self.ranges.of((item, stage, number))
+            self.memory.unmap(own.bytes[: own.paged_bytes])
+            for chunk in chunks:
+                self.pools[0].give(self.where[chunk].pop(0), self.last.get(chunk))
         super().forget(item, stage, number, chunks)
         self.ranges.end(item, stage, number)
 
