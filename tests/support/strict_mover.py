@@ -4,15 +4,16 @@ import random
 
 import torch
 
-from bireme.runtime.paging.mover import CopyJob
+from bireme.runtime.paging.mover import CopyJob, ThreadMover
 
 __all__ = ["StrictMover"]
 
 
-class StrictMover:
+class StrictMover(ThreadMover):
     """Makes copies when somebody waits for them, and others before them in any order that they allow."""
 
     def __init__(self, _device: torch.device | None = None, *, seed: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
         self._random = random.Random(seed)
         self._waiting: list[CopyJob] = []
 

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,20 +20,8 @@ from bireme.devices import is_accelerator, pinned
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import bytes_at, copy_bytes, map_file, more_of_file, shared_file, whole_pages
 
-# A tier below the device's: slots of one size that chunks are copied to and from.
-
-
-class LowerTier(Protocol):
-    """Its slots hold what was written to them last. Threads may use different slots at the same time."""
-
-    def grow(self, num_slots: int) -> None:
-        """Have so many slots more."""
-
-    def write(self, slot: int, data: Tensor) -> None:
-        """Copy a chunk's bytes into a slot."""
-
-    def read(self, slot: int, into: Tensor) -> None:
-        """Copy a slot to a chunk's bytes."""
+# A tier below the device's: slots of one size that chunks are copied to and from, and that hold what was
+# written to them last. Threads may use different slots at the same time.
 
 
 class HostTier:
@@ -54,7 +41,7 @@ class HostTier:
         """Where each slot begins in the file."""
 
     def grow(self, num_slots: int) -> None:
-        """As `LowerTier` says. Memory is taken when a slot is first written to, unless it is pinned."""
+        """Have so many slots more. Memory is taken when one is first written to, unless it is pinned."""
         if not num_slots:
             return
         num_bytes = num_slots * self._slot_bytes
@@ -76,11 +63,11 @@ class HostTier:
         return self._slots[slot]
 
     def write(self, slot: int, data: Tensor) -> None:
-        """As `LowerTier` says."""
+        """Copy a chunk's bytes into a slot."""
         copy_bytes(self._slots[slot], data)
 
     def read(self, slot: int, into: Tensor) -> None:
-        """As `LowerTier` says."""
+        """Copy a slot to a chunk's bytes."""
         copy_bytes(into, self._slots[slot])
 
 
@@ -124,7 +111,7 @@ class DiskTier:
         self._is_direct = make_direct(self._file)
 
     def grow(self, num_slots: int) -> None:
-        """As `LowerTier` says."""
+        """Have so many slots more."""
         begin, more = self._num_slots * self._slot_bytes, num_slots * self._slot_bytes
         try:
             if more:
@@ -137,7 +124,7 @@ class DiskTier:
         self._num_slots += num_slots
 
     def write(self, slot: int, data: Tensor) -> None:
-        """As `LowerTier` says."""
+        """Copy a chunk's bytes into a slot."""
         given = data
         if not data.is_cpu:
             given = self._staging()
@@ -146,7 +133,7 @@ class DiskTier:
         self._move(os.pwritev, "written", given, slot * self._slot_bytes)
 
     def read(self, slot: int, into: Tensor) -> None:
-        """As `LowerTier` says."""
+        """Copy a slot to a chunk's bytes."""
         target = into if into.is_cpu else self._staging()
         self._move(os.preadv, "read", target, slot * self._slot_bytes)
         if not into.is_cpu:

@@ -100,7 +100,8 @@ class WeightBanks:
     ) -> None:
         self._averagers = averagers
         self._memory = memory = memory or StageMemory()
-        self._is_fresh = rule is Rule.FRESH
+        self.is_fresh = rule is Rule.FRESH
+        """Whether banks hold trial versions."""
         self._stage = stage
         self._dtypes = {name: bank_dtype_of(tensor, bank_dtype) for name, tensor in parameters.items()}
         given = {
@@ -130,7 +131,7 @@ class WeightBanks:
                 self._dtypes,
                 num_banks,
                 memory,
-                is_apart=self._is_fresh,
+                is_apart=self.is_fresh,
                 part=part,
                 keeps_part=gathers,
                 averaged=None
@@ -140,7 +141,8 @@ class WeightBanks:
             for parameter_group, part in zip(self._stepper.parameter_groups, parts, strict=True)
         ]
         store_of = {name: store for store in self._stores for name in store.leaves[0]}
-        self._trainable = tuple(given)
+        self.trainable = tuple(given)
+        """The parameters that there are versions of."""
         self._banks = [
             {name: store_of[name].leaves[bank][name] for name in given} for bank in range(num_banks)
         ]
@@ -171,12 +173,13 @@ class WeightBanks:
         ]
         self._lives: list[int | None] = [0, *[None] * (num_banks - 1)]
         self._held = [0] * num_banks
-        self._newest_version = 0
+        self.newest_version = 0
+        """How many updates have been made."""
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         source = memory.gradients if memory.is_paged else None
         self.gradients = GradientPool(
             self._stepper.parameter_groups,
-            self._trainable,
+            self.trainable,
             device,
             principal,
             source,
@@ -188,24 +191,9 @@ class WeightBanks:
         memory.before_gradients(self.gradients.reserve)
 
     @property
-    def trainable(self) -> tuple[str, ...]:
-        """The parameters that there are versions of."""
-        return self._trainable
-
-    @property
     def names(self) -> tuple[str, ...]:
         """All parameters, whether they learn or not."""
         return tuple(self._dtypes)
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether banks hold trial versions."""
-        return self._is_fresh
-
-    @property
-    def newest_version(self) -> int:
-        """How many updates have been made."""
-        return self._newest_version
 
     @property
     def gathered(self) -> GatheredWeights | None:
@@ -231,7 +219,7 @@ class WeightBanks:
         `before`, what it has of the version that the next batch runs on where that is not W: the one before
         it, or a trial version. Not copies: `read` gives their contents.
         """
-        version = self._other_version if before else self._newest_version
+        version = self._other_version if before else self.newest_version
         whole: dict[str, Tensor] = {}
         pieces: dict[str, Tensor] = {}
         if version is None:
@@ -257,16 +245,16 @@ class WeightBanks:
         """
         newest = self.held().whole
         if self.shared is not None:
-            newest = {**newest, **self.shared.copies(self.bank_of(self._newest_version))}
+            newest = {**newest, **self.shared.copies(self.bank_of(self.newest_version))}
         return {name: self.read(newest[name]) for name in self._dtypes if name in newest}
 
     def newest_to_compute_with(self) -> Tensors:
         """W as a stage takes it, for an evaluation; copies only of what is in no bank in that dtype. Replicas
         that share the optimizer must have settled.
         """
-        self.arrive(self._newest_version)
-        if not self._is_fresh or self.shared is not None:
-            return {name: self.read(leaf) for name, leaf in self.leaves(self._newest_version).items()}
+        self.arrive(self.newest_version)
+        if not self.is_fresh or self.shared is not None:
+            return {name: self.read(leaf) for name, leaf in self.leaves(self.newest_version).items()}
         return {name: tensor.to(self._dtypes[name]) for name, tensor in self.newest().items()}
 
     @contextmanager
@@ -275,16 +263,16 @@ class WeightBanks:
         device has no room for it, or if it must be gathered and that of another stage is lent.
         """
         if self.gathered is not None:
-            with self.gathered.lent(self._newest_version) as is_whole:
-                yield self.leaves(self._newest_version) if is_whole else None
+            with self.gathered.lent(self.newest_version) as is_whole:
+                yield self.leaves(self.newest_version) if is_whole else None
         elif not self._memory.is_paged:
             yield self.newest_to_compute_with()
-        elif self._is_fresh:
+        elif self.is_fresh:
             yield None  # W lies among what the optimizer remembers
         else:
-            bank = self._newest_version % len(self._banks)
+            bank = self.newest_version % len(self._banks)
             with self._memory.lent([(Item.WEIGHTS, bank), (Item.FROZEN, 0)]) as has_room:
-                yield self.leaves(self._newest_version) if has_room else None
+                yield self.leaves(self.newest_version) if has_room else None
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimizer remembers, by the parameters' names. Not copies."""
@@ -314,7 +302,7 @@ class WeightBanks:
     @property
     def _other_version(self) -> int | None:
         """The version besides W that the next batch runs on, if there is one."""
-        version = self._newest_version if self._is_fresh else self._newest_version - 1
+        version = self.newest_version if self.is_fresh else self.newest_version - 1
         return version if version >= 0 and version in self._lives else None
 
     def _bank_of(self, version: int) -> int:
@@ -354,11 +342,11 @@ class WeightBanks:
         touches no bank, under the others it is written over the oldest version.
         """
         self._expect_next(version)
-        if self._is_fresh:
+        if self.is_fresh:
             if not skip:
                 self._step(self._apart, gradients, lr_factor, scale)
         else:
-            newest = self._newest_version % len(self._banks)
+            newest = self.newest_version % len(self._banks)
             bank = self._open(version)
             for store in self._stores:
                 store.begin(bank, newest, skips=skip)
@@ -368,7 +356,7 @@ class WeightBanks:
             self._close(version)
             if self.shared is not None:
                 self.shared.made(bank)
-        self._newest_version = version
+        self.newest_version = version
 
     def _step(self, weights: Tensors, gradients: Gradients, lr_factor: float, scale: float) -> None:
         cut = None if self.shared is None else self.shared.own
@@ -413,7 +401,7 @@ class WeightBanks:
         """What is averaged of W from here, in the precision in which it is stepped, with its layout: all of
         it, or this replica's part. Copies if it is paged.
         """
-        bank = self._newest_version % len(self._banks)
+        bank = self.newest_version % len(self._banks)
         both = (store.to_average(bank) for store in self._stores)
         return [(slots, self._memory.read(flat)) for slots, flat in both]
 
@@ -427,12 +415,12 @@ class WeightBanks:
         No micro-batch may run on it yet. Under the FRESH rule it touches no bank, unless the window
         `is_drained`: then the next batch runs on W.
         """
-        if version != self._newest_version:
+        if version != self.newest_version:
             raise RuntimeError(
                 f"Stage {self._stage} is to average version {version}, but its newest is "
-                f"{self._newest_version}."
+                f"{self.newest_version}."
             )
-        if self._is_fresh and not (is_drained and version in self._lives):
+        if self.is_fresh and not (is_drained and version in self._lives):
             self._write_averaged(write)
             return
         bank = self._open(version)
@@ -449,7 +437,7 @@ class WeightBanks:
         """Have what is averaged from here changed, and get what the other replicas have averaged, if each
         averages a part.
         """
-        bank = self._newest_version % len(self._banks)
+        bank = self.newest_version % len(self._banks)
         flats = [flat for _, flat in self.averaged]
         write(flats)
         for store, flat in zip(self._stores, flats, strict=True):
@@ -473,7 +461,7 @@ class WeightBanks:
         """Get the parts of all versions of the other replicas that share the optimizer, if only this one's
         were loaded; all of them must call it. Trial versions are each replica's own.
         """
-        if self.shared is not None and not self._is_fresh:
+        if self.shared is not None and not self.is_fresh:
             for version in self.living:
                 self.shared.make_whole(self.bank_of(version))
 
@@ -484,14 +472,14 @@ class WeightBanks:
         Under the FRESH rule a window begins on W itself, for no gradient is under way. Under the others there
         is nothing to do.
         """
-        if self._is_fresh and self._newest_version not in self._lives:
-            bank = self._open(self._newest_version)
+        if self.is_fresh and self.newest_version not in self._lives:
+            bank = self._open(self.newest_version)
             with self._memory.opened(Item.OPTIMIZER), self._memory.opened(Item.WEIGHTS, bank):
                 self._copy_apart_into(bank)
                 if self.shared is not None:
                     self.shared.made(bank)
                     self.shared.arrive(bank)
-            self._close(self._newest_version)
+            self._close(self.newest_version)
 
     @torch.no_grad()
     def load(
@@ -510,10 +498,10 @@ class WeightBanks:
         when the window begins. Frozen weights that are not given stay.
         """
         versions: Sequence[int] = range(version, version - len(self._banks), -1)
-        if self._is_fresh:
+        if self.is_fresh:
             versions = [version] if older and version in older else []
         for living in [one for one in versions if one >= 0]:
-            is_newest = living == version and not self._is_fresh
+            is_newest = living == version and not self.is_fresh
             given = parameters if is_newest or older is None else older.get(living, parameters)
             bank = self._open(living)
             with self._memory.opened(Item.WEIGHTS, bank):
@@ -527,7 +515,7 @@ class WeightBanks:
                 for name, tensor in frozen.items() if self.gathered is None else ():
                     self._frozen[name].copy_(tensor)
         self._lives = [one if one in versions else None for one in self._lives]
-        self._newest_version = version
+        self.newest_version = version
         with self._memory.opened(Item.OPTIMIZER):
             for store in self._stores:
                 store.put_apart(parameters)
@@ -546,7 +534,7 @@ class WeightBanks:
         ]
         norm_bytes = norm_workspace_bytes(slot.end - slot.begin for slot in slots)
         # A trial step looks whether its gradients are finite while the batch before is summed up.
-        waiting_bytes = NUMBERS_BYTES if self._is_fresh else 0
+        waiting_bytes = NUMBERS_BYTES if self.is_fresh else 0
         frozen_bytes = sum(store.num_bank_bytes for store in self._frozen_stores)
         if self.gathered is None:
             frozen_bytes = sum(tensor.nbytes for tensor in self._frozen.values())
@@ -569,10 +557,10 @@ class WeightBanks:
             store.round_into(bank)
 
     def _expect_next(self, version: int) -> None:
-        if version != self._newest_version + 1:
+        if version != self.newest_version + 1:
             raise RuntimeError(
                 f"Stage {self._stage} is to make version {version}, but its newest weights are version "
-                f"{self._newest_version}."
+                f"{self.newest_version}."
             )
 
     def _open(self, version: int) -> int:

@@ -19,7 +19,7 @@ from bireme.runtime.banks import WeightBanks
 from bireme.runtime.gradients import GradientParts, GradientPool, GradientSums
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
-from bireme.runtime.paging.stage_memory import UNPAGED, StageMemory, Stash
+from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import Reduced, Reduction
@@ -404,23 +404,23 @@ class Stage:
         self.part(batch).loss += loss.item() * share if loss.is_cpu else loss.detach().double() * share
 
     def _run(
-        self, one: _Pass, version: int, buffers: Mapping[str, Tensor], stash: Stash | None = None
+        self, one: _Pass, version: int, buffers: Mapping[str, Tensor], stash: PagedStash | None = None
     ) -> _Tensors:
         leaves, seed = self.banks.leaves(version), one.micro_batch.seed
         given = {**one.micro_batch.inputs, **one.received}
-        if stash is None or stash is UNPAGED:
+        if stash is None:
             return self.function(leaves, buffers, given, device=self._device, seed=seed)
         constants = self.function.constants(self._device)
         with stash.saving([*leaves.values(), *buffers.values(), *given.values(), *constants]):
             return self.function(leaves, buffers, given, device=self._device, seed=seed)
 
-    def _leaves(self, received: Mapping[str, Tensor], stash: Stash) -> _Tensors:
+    def _leaves(self, received: Mapping[str, Tensor], stash: PagedStash | None) -> _Tensors:
         """What came in as the begin of this stage's own autograd graph."""
+        kept = {name: tensor.detach() for name, tensor in received.items()}
+        if stash is not None:
+            kept = {name: stash.keep(tensor) for name, tensor in kept.items()}
         learned = self._boundaries.learned
-        return {
-            name: stash.keep(tensor.detach()).requires_grad_(name in learned)
-            for name, tensor in received.items()
-        }
+        return {name: tensor.requires_grad_(name in learned) for name, tensor in kept.items()}
 
     def _roots(self, results: Mapping[str, Tensor]) -> _Tensors:
         """The results that a backward starts from."""

@@ -151,8 +151,6 @@ class Holding(ChunkAccount[None]):
         for tier in self.tiers.begin.values():
             self.held[tier] += 1
         self.peak = list(self.held)
-        self.num_copied_in = [0] * len(self.held)
-        """For each tier the chunks that were copied into it."""
         self.on_device: Counter[Item] = Counter(
             chunk.item for chunk, tier in self.tiers.begin.items() if tier == 0
         )
@@ -279,12 +277,10 @@ class Holding(ChunkAccount[None]):
             self.on_device[chunk.item] -= 1
 
     def copy(self, chunk: Chunk, tier: int, *, is_fetch: bool) -> int:
-        """As `ChunkAccount` says: the chunks that are copied are counted."""
-        into = tier if is_fetch else tier + 1
-        self.num_copied_in[into] += 1
-        if into == 0:
+        """As `ChunkAccount` says."""
+        if is_fetch and tier == 0:
             self.arriving[chunk] = None
-        return self.take(chunk, into)
+        return self.take(chunk, tier if is_fetch else tier + 1)
 
 
 def _told(chunk: Chunk) -> str:

@@ -332,10 +332,11 @@ class _Ledger:
         tiers: tuple[_TierUse, ...] = ()
         if holding is not None:
             size = holding.tiers.chunk_bytes
+            copied = copied_in_bytes(self.program, self.rank, self.program.num_batches)
             peaks = [self.peak_bytes, *(peak * size for peak in holding.peak[1:])]
             tiers = tuple(
-                _TierUse(tier.name, tier.budget_bytes, peak, num * size)
-                for tier, peak, num in zip(holding.tiers.tiers, peaks, holding.num_copied_in, strict=True)
+                _TierUse(tier.name, tier.budget_bytes, peak, num_bytes)
+                for tier, peak, num_bytes in zip(holding.tiers.tiers, peaks, copied, strict=True)
             )
         return Residency(
             rank=self.rank,

@@ -22,6 +22,7 @@ from bireme.schedule.budgets import Budgets
 from bireme.schedule.gathering import times_a_batch
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
+from bireme.schedule.residency import copied_in_bytes
 from bireme.schedule.source import LONG
 from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
 from bireme.simulate.copies import REPLICAS, TierLinks
@@ -519,11 +520,8 @@ def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
 
 def _moved_into(program: Program, rank: int, tier: int) -> float:
     """The bytes that go into a tier in a batch of the steady state, or of the window where there is none."""
-    tiers, (steps, num_batches) = program.tiers_of(rank), _steady(program, rank)
-    assert tiers is not None, "the rank pages"
-    num_copies = sum(
-        step.page.tier + (step.kind is Kind.EVICT) == tier
-        for step in steps
-        if step.page is not None and step.page.is_copied
-    )
-    return num_copies * tiers.chunk_bytes / num_batches
+    num_batches = program.num_batches
+    all_bytes = copied_in_bytes(program, rank, num_batches)[tier]
+    if not program.tracks[rank].repeats:
+        return all_bytes / num_batches
+    return copied_in_bytes(program, rank, num_batches + 1)[tier] - all_bytes

@@ -16,9 +16,9 @@ from torch import Tensor
 from bireme.devices import is_accelerator, synchronize
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, ArenaAllocator
-from bireme.memory.disk_tier import DiskTier, HostTier, LowerTier
+from bireme.memory.disk_tier import DiskTier, HostTier
 from bireme.memory.system_memory import AddressRange, ChunkMemory, chunk_memory, copy_bytes, pages
-from bireme.runtime.paging.mover import CopyJob, Mover, ThreadMover, Wire
+from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
 from bireme.schedule.accesses import Mode, Use
 from bireme.schedule.chunk_account import ChunkAccount, Holding
 from bireme.schedule.instruction import Instruction, Item
@@ -166,7 +166,7 @@ class PagingSettings:
     """
 
     folder: Path | None = None
-    mover: Callable[[torch.device], Mover] = ThreadMover
+    mover: Callable[[torch.device], ThreadMover] = ThreadMover
     poisons: bool = False
 
 
@@ -191,7 +191,7 @@ class ChunkStore(ChunkAccount[CopyJob]):
         """For how long jobs have copied, by the same."""
         self.waited_s = 0.0
         """For how long the rank has waited for jobs."""
-        self.lower: list[LowerTier] = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
+        self.lower = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
         peaks = _peaks(program, rank)
         on_device = tiers.tiers[0].capacity
         self.memory = chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, poisons=settings.poisons)
@@ -482,7 +482,9 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self.mover.close()
 
 
-def _lower(name: str, tiers: RankTiers, device: torch.device, settings: PagingSettings) -> LowerTier:
+def _lower(
+    name: str, tiers: RankTiers, device: torch.device, settings: PagingSettings
+) -> HostTier | DiskTier:
     if name != "disk":
         return HostTier(tiers.chunk_bytes, device)
     if settings.folder is None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
@@ -56,21 +55,8 @@ class CopyJob:
             self.is_done.set()
 
 
-class Mover(Protocol):
-    """Makes jobs."""
-
-    def post(self, job: CopyJob) -> None:
-        """Have a job made. Returns at once."""
-
-    def wait(self, job: CopyJob) -> None:
-        """Return when a job is done. Raises what went wrong."""
-
-    def close(self) -> None:
-        """Make what was posted, and end."""
-
-
 class ThreadMover:
-    """A thread for each wire. On an accelerator each has a stream of its own."""
+    """Makes jobs in a thread for each wire. On an accelerator each has a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +64,7 @@ class ThreadMover:
         self._threads: list[threading.Thread] = []
 
     def post(self, job: CopyJob) -> None:
-        """As `Mover` says."""
+        """Have a job made. Returns at once."""
         own = self._queues.get(job.wire)
         if own is None:
             own = self._queues[job.wire] = queue.SimpleQueue()
@@ -92,13 +78,13 @@ class ThreadMover:
         own.put(job)
 
     def wait(self, job: CopyJob) -> None:
-        """As `Mover` says."""
+        """Return when a job is done. Raises what went wrong."""
         job.is_done.wait()
         if job.error is not None:
             raise job.error
 
     def close(self) -> None:
-        """As `Mover` says."""
+        """Make what was posted, and end."""
         for own in self._queues.values():
             own.put(None)
         for thread in self._threads:

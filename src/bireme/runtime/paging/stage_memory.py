@@ -21,22 +21,6 @@ from bireme.schedule.instruction import Item
 from bireme.schedule.tiers import Chunk
 
 
-class Stash:
-    """Room for what one micro-batch keeps."""
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy in the room."""
-        return tensor
-
-    def saving(self, _others: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Within this context, what autograd saves goes into the room, but for the memory of the others."""
-        return nullcontext()
-
-
-UNPAGED = Stash()
-"""Micro-batches keep what they keep with torch."""
-
-
 class StageMemory:
     """Memory that is always there."""
 
@@ -62,9 +46,9 @@ class StageMemory:
         there.
         """
 
-    def stash(self, _batch: int, _microbatch: int) -> Stash:
-        """For what a micro-batch keeps between its passes."""
-        return UNPAGED
+    def stash(self, _batch: int, _microbatch: int) -> "PagedStash | None":
+        """For what a micro-batch keeps between its passes; None if that stays with torch."""
+        return None
 
     def lasting(self, tensor: Tensor) -> Tensor:
         """A result of a pass that can be read when what the pass used has left; a copy if it lies there."""
@@ -109,9 +93,9 @@ class _Copied(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PagedStash(Stash):
-    """Room in a range. `is_paged` tells of memory by its tensor whether it lies in any range; `leave` is told
-    the bytes of what stays with torch because the range has no room for it.
+class PagedStash:
+    """Room in a range for what a micro-batch keeps. `is_paged` tells of memory by its tensor whether it lies
+    in any range; `leave` is told the bytes of what stays with torch because the range has no room for it.
     """
 
     own: AddressRange
@@ -119,7 +103,7 @@ class PagedStash(Stash):
     leave: Callable[[int], None] = lambda _num_bytes: None
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """As `Stash` says; what there is no room for stays where it is."""
+        """A copy of a tensor in the room; what there is no room for stays where it is."""
         begin = self.own.room(tensor.nbytes) if tensor.is_contiguous() else None
         if begin is None:
             self.leave(tensor.untyped_storage().nbytes())
@@ -128,10 +112,10 @@ class PagedStash(Stash):
         return flat.as_strided(tensor.shape, tensor.stride(), begin // tensor.itemsize).copy_(tensor)
 
     @contextmanager
-    def saving(self, _others: Iterable[Tensor]) -> Iterator[None]:
-        """As `Stash` says."""
+    def saving(self, others: Iterable[Tensor]) -> Iterator[None]:
+        """Within this context, what autograd saves goes into the room, but for the memory of the others."""
         # What is asked of each of many tensors takes longer than to copy a small one, so it is little.
-        own, apart = self.own, {storage_id(tensor) for tensor in _others}
+        own, apart = self.own, {storage_id(tensor) for tensor in others}
         copies: dict[tuple[int, int], tuple[object, int | None]] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Copied:
@@ -206,10 +190,10 @@ class _PagedStage(StageMemory):
     def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
         self._store.ranges.reserve_gradients[self._stage] = reserve
 
-    def stash(self, batch: int, microbatch: int) -> Stash:
+    def stash(self, batch: int, microbatch: int) -> PagedStash | None:
         ranges = self._store.ranges
         if not ranges.has(Item.STASH, self._stage):
-            return super().stash(batch, microbatch)
+            return None
         number = batch * self._num_microbatches + microbatch
         key = Item.STASH, self._stage, number
         return PagedStash(ranges.of(key), ranges.holds, partial(ranges.leave, key))
