@@ -202,10 +202,6 @@ def _sentence(
         return f"{source} lacks {place}{f' ({meaning})' if meaning else ''}."
     if error["type"] == _REFUSED:
         return f"{source}: {place}: {error['msg']}"
-    if error["type"] == _RENAMED:
-        return (
-            f"{source}: {place} is {shown(error['input'])}, which is called {shown(error['ctx']['new'])} now."
-        )
     if error["type"] in _UNKNOWN:
         known = _types(_table_at(path[:-1], kind))
         hint = advise([str(part) for part in path]) or closest(str(path[-1]), known)
@@ -215,17 +211,12 @@ def _sentence(
     return f"{source}: {place} is {shown(error['input'])}; it must {expected}."
 
 
-def called_now(new: str) -> PydanticCustomError:
-    """What a validator raises for a value that is called `new` now."""
-    return PydanticCustomError(_RENAMED, "called {new} now", {"new": new})
-
-
 def refused(sentence: str) -> PydanticCustomError:
     """What a validator raises to refuse a value with a sentence of its own."""
     return PydanticCustomError(_REFUSED, "{sentence}", {"sentence": sentence})
 
 
-_RENAMED, _REFUSED = "renamed", "refused"
+_REFUSED = "refused"
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """What an unknown key is called, in a model and in a dataclass."""

@@ -15,14 +15,6 @@ class BiremeError(Exception):
     """Something the user can put right: a wrong file, flag, model, cluster, checkpoint."""
 
 
-class RenamedError(BiremeError):
-    """A word that has another name now, which is `new`."""
-
-    def __init__(self, old: str, new: str) -> None:
-        super().__init__(f"{old!r} is called {new!r} now.")
-        self.new = new
-
-
 class SampleError(BiremeError):
     """Samples of the data that cannot be read or made, on one machine at least. `samples` are their names."""
 

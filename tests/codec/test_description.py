@@ -45,12 +45,6 @@ def test_a_wrong_word_says_what_is_wrong(word: str, why: str) -> None:
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize("numbers", ["", ":0.25", ":0.25:8", ":0.25:8:50"])
-def test_the_old_name_of_a_codec_is_refused_with_the_new_one(numbers: str) -> None:
-    with pytest.raises(BiremeError, match=rf"^'keep{numbers}' is called 'topk{numbers}' now\.$"):
-        parse_codec(f"keep{numbers}")
-
-
 def test_bytes_count_scales_and_masks() -> None:
     shape, values = (4, 128, 64), 4 * 128 * 64
     bits = {

@@ -85,18 +85,6 @@ def test_every_method_places(capsys: Capture, method: str) -> None:
         assert result.document["value"] >= result.document["lower_bound"]
 
 
-@pytest.mark.parametrize(
-    ("baseline", "method"), [("local-search", "anneal"), ("pipedream", "dpl"), ("single", "greedy")]
-)
-def test_a_baseline_is_refused_with_a_method_to_use_instead(
-    capsys: Capture, baseline: str, method: str
-) -> None:
-    result = place(capsys, f"branches.json --method {baseline}")
-    assert (result.status, result.out) == (2, "")
-    assert f"The method {baseline} is a baseline" in result.err
-    assert f"Use --method {method}, or leave out the method." in result.err
-
-
 @pytest.mark.slow
 def test_any_placement_is_no_worse_than_a_contiguous_one(capsys: Capture) -> None:
     contiguous = place(capsys, "branches.json --method dp --json").document

@@ -69,14 +69,6 @@ def test_a_plan_keeps_its_codecs_in_its_file_and_promises_the_same_again(tmp_pat
     assert forecast_of(again.plan, tiny_profile(2), cluster, replace(WISHES, codec="none")) == best.forecast
 
 
-def test_a_plan_file_with_the_old_name_of_a_codec_is_refused_with_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    write_plan(path, found(two_servers(1e6), replace(WISHES, codec="topk:0.25:8")).best)
-    path.write_text(path.read_text().replace("topk:", "keep:"))
-    with pytest.raises(BiremeError, match=r"plan\.json: 'keep:0\.25:8' is called 'topk:0\.25:8' now\.$"):
-        load_plan(path)
-
-
 def test_single_boundaries_have_codecs_of_their_own_in_predictions() -> None:
     cluster, bare = two_servers(1e6), replace(WISHES, codec="none")
     codecs = BoundaryCodecs("int8", "int4")

@@ -28,7 +28,6 @@ from bireme.train.run_file import (
     with_model_defaults,
 )
 from bireme.train.run_file.text import toml_value
-from tests.support.command import bireme
 from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 
@@ -410,69 +409,6 @@ def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expec
 )
 def test_keys_that_go_together_are_taken(sets: list[str]) -> None:
     assert load_run_file(None, sets) != RunFile() or not sets
-
-
-OLD_VALUES = (
-    ("sync", 'mode = "all"', 'sync.mode is "all", which is called "allreduce" now.'),
-    ("sync", 'mode = "outer"', 'sync.mode is "outer", which is called "diloco" now.'),
-    ("links", 'codec = "keep:0.25:8"', 'links.codec is "keep:0.25:8", which is called "topk:0.25:8" now.'),
-    (
-        "links.schedule",
-        'last_codec = "keep:0.5"',
-        'links.schedule.last_codec is "keep:0.5", which is called "topk:0.5" now.',
-    ),
-    (
-        "links",
-        'boundaries = [{ boundary = "0-1", forward = "keep:0.5" }]',
-        'links.boundaries[0].forward is "keep:0.5", which is called "topk:0.5" now.',
-    ),
-)
-OLD_KEYS = (
-    *(
-        ("sync", f"outer_{key} = 1", f"unknown key 'sync.outer_{key}'. It is called 'sync.diloco_{key}' now.")
-        for key in ("every", "rate", "momentum", "fragments", "overlap")
-    ),
-    (
-        "links",
-        'borders = [{ border = "0-1", forward = "int8" }]',
-        "unknown key 'links.borders'. It is called 'links.boundaries' now.",
-    ),
-    (
-        "links",
-        'boundaries = [{ border = "0-1", forward = "int8" }]',
-        "unknown key 'links.boundaries[0].border'. It is called 'boundary' now.",
-    ),
-)
-
-
-@pytest.mark.parametrize(("table", "line", "expected"), [*OLD_VALUES, *OLD_KEYS])
-def test_old_keys_and_values_are_refused_with_their_new_names(
-    tmp_path: Path, table: str, line: str, expected: str
-) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(f"format = 1\n[{table}]\n{line}\n")
-    with pytest.raises(BiremeError) as raised:
-        load_run_file(path)
-    separator = ": " if (table, line, expected) in OLD_VALUES else " has an "
-    assert str(raised.value) == f"{path}{separator}{expected}"
-    setting = f"{table}.{line.replace(' = ', '=', 1)}"
-    assert said(setting) == f"--set {setting}{separator}{expected}"
-
-
-def test_an_older_run_is_not_resumed_under_the_names_of_its_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = RunFolder(tmp_path)
-    for path in (folder.plan, folder.graph):
-        path.touch()
-    for old, new in (('"all"', '"allreduce"'), ('"outer"', '"diloco"')):
-        folder.run_file.write_text(to_toml(RunFile()).replace('mode = "allreduce"', f"mode = {old}"))
-        for more in ((), ("--set", f"sync.mode={new}")):
-            done = bireme(capsys, "resume", str(tmp_path), *more)
-            assert done.status == 2
-            assert f"{folder.run_file}: sync.mode is {old}, which is called {new} now." in " ".join(
-                done.err.split()
-            )
 
 
 def test_a_run_made_in_python_is_checked_too() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,17 +34,6 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 measuring_option = partial(typer.Option, rich_help_panel="Measuring")
 model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
 
-_BASELINES = {
-    baseline: f"The method {baseline} is a baseline for comparison, and benchmarks/placement.py in Bireme's "
-    f"source measures it. Use --method {method}, or leave out the method."
-    for baseline, method in {
-        "local-search": Method.ANNEAL,
-        "pipedream": Method.DPL,
-        "single": Method.GREEDY,
-    }.items()
-}
-"""Methods that the command no longer has, and how it refuses them."""
-
 OF_A_SEARCH = (
     "method",
     "expert",
@@ -69,19 +57,14 @@ OF_A_MODEL = (
 # Options whose value is one of a few words: checked in one sentence, and completed by the shell.
 
 
-def _word(
-    what: str, *known: str, metavar: str, text: str, gone: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
+def _word(what: str, *known: str, metavar: str, text: str) -> dict[str, Any]:
     """What makes an option of typer take one of these words, such as an enum's members.
 
-    `what` is what to call it in an error. The words replace `{}` in the help text. `gone` has words that are
-    no longer taken, each with the sentence that refuses it.
+    `what` is what to call it in an error. The words replace `{}` in the help text.
     """
     words = [str(one) for one in known]
 
     def parsed(value: str) -> str:
-        if value in gone:
-            raise BiremeError(gone[value])
         if value not in words:
             raise BiremeError(f"There is no {what} {value!r}. {closest(value, words)}")
         return known[words.index(value)]
@@ -119,7 +102,7 @@ def place(
     method: Annotated[
         Method,
         search_option(
-            **_word("method", *Method, metavar="METHOD", text="Search method: {}.", gone=_BASELINES),
+            **_word("method", *Method, metavar="METHOD", text="Search method: {}."),
         ),
     ] = Method.AUTO,
     contiguous: Annotated[
@@ -178,7 +161,6 @@ def place(
             help="Write the placement as a plan, with cuts moved to the nearest stage boundaries.",
         ),
     ] = None,
-    plan: Annotated[Path | None, model_option("--plan", hidden=True)] = None,
     schedule: Annotated[str, model_option("--schedule", "-s", help="Schedule of the plan.")] = "2bw",
     microbatches: Annotated[
         int | None,
@@ -233,8 +215,6 @@ def place(
         raise BiremeError("--method expert and --expert FILE.json belong together: give both or neither.")
     if check is not None:
         refuse(context, "--check does not search", *OF_A_SEARCH)
-    if plan is not None:
-        raise BiremeError(f"place writes a plan and reads none: for --plan {plan}, say --to {plan}.")
     _check_files(picture, output, split, workload_file, to, force=force)
     placed = None
     if model is None:

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from bireme.errors import BiremeError, RenamedError, closest
+from bireme.errors import BiremeError, closest
 
 # How long a codec takes for a value.
 
@@ -127,8 +127,6 @@ def parse_codec(word: str) -> CodecChoice:
         return CodecChoice("int", bits)
     if name == "topk":
         return _topk(word, numbers)
-    if name == "keep":
-        raise RenamedError(word, ":".join(["topk", *numbers]))
     if name == "projection":
         raise BiremeError(
             f"{word!r} is no codec: a projection learns, so it is a part of the model. Put a "

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from bireme.documents import called_now, refused
-from bireme.errors import BiremeError, RenamedError
+from bireme.documents import refused
+from bireme.errors import BiremeError
 
 OTHER_WORDS: Mapping[str, str] = {
     "bf16": "bfloat16",
@@ -30,8 +30,6 @@ def parsed(value: str, parse: Callable[[str], Found]) -> Found:
     """The value as `parse` reads it. A `BiremeError` of it is shown with the name of the key."""
     try:
         return parse(value)
-    except RenamedError as error:
-        raise called_now(error.new) from None
     except BiremeError as error:
         raise refused(str(error)) from None
 

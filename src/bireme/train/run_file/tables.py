@@ -4,12 +4,11 @@ An empty file is the demonstration, so every key has a default or may be left ou
 alone is checked here, what concerns several in `checks`. Nothing here may look at files, devices or models.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from bireme.codec.sum_description import parse_sum_codec
-from bireme.documents import called_now
 from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
 from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.table import Seconds, Seed, Steps, StepsOrNever, Table, Text, Texts, parsed
@@ -182,16 +181,6 @@ class Sync(Table):
     """With diloco, parts that the weights are cut into, which are averaged in turn."""
     diloco_overlap: Annotated[int, Field(ge=1, le=1024)] = 1
     """With diloco, batches that a replica trains while an average is made."""
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _not_by_its_old_name(cls, value: Any) -> Any:
-        new = {"all": "allreduce", "outer": "diloco"}.get(
-            value.strip().lower() if isinstance(value, str) else ""
-        )
-        if new is not None:
-            raise called_now(new)
-        return value
 
     @property
     def averages(self) -> bool:

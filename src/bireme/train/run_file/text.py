@@ -449,26 +449,12 @@ def _read(entry: str) -> Synonyms:
 SYNONYMS = tuple(_read(entry) for entry in re.split(r"\n(?=\S)", _KNOWN.strip()) if entry[0] != "#")
 
 
-RENAMED = {
-    "links.borders": "links.boundaries",
-    "links.boundaries.border": "boundary",
-    "sync.outer_every": "sync.diloco_every",
-    "sync.outer_rate": "sync.diloco_rate",
-    "sync.outer_momentum": "sync.diloco_momentum",
-    "sync.outer_fragments": "sync.diloco_fragments",
-    "sync.outer_overlap": "sync.diloco_overlap",
-}
-"""Keys of earlier versions, and what they are called now."""
-
-
 def advice(path: Sequence[str]) -> str:
     """A hint for a key that is not known: by its name elsewhere, or in another table; empty if there is none.
 
     `path` is the table, if it is in one, and the name.
     """
     words = [part.lower().replace("-", "_") for part in path if not part.isdigit()]
-    if (new := RENAMED.get(".".join(words))) is not None:
-        return f"It is called {new!r} now."
     for name in (".".join(words), words[-1], words[0]):
         if name in _by_name():
             known = _by_name()[name]
