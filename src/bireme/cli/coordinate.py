@@ -6,7 +6,6 @@ import socket
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -137,11 +136,7 @@ def coordinate(
         home=home,
     )
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        coordination.interrupt(is_urgent=number == signal.SIGINT)
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    coordination.listen()
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at this address
     _print_lines(coordination.where, coordination.tokens)
     with live_view():
@@ -328,11 +323,7 @@ def join(
 
     attendance = Attendance(address, own_key(), public, facts, name or facts.name, tell, out, own_hours)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        attendance.interrupt(is_urgent=number == signal.SIGINT)
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
+    attendance.listen()
     signal.signal(signal.SIGHUP, lambda *_: attendance.leave())
     attendance.wait_for_hours()
     found = attendance.call("" if given is None else given.secret)

@@ -6,6 +6,7 @@ killed while the run goes on. If the coordinator is away they go on, and this en
 
 import json
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ from datetime import datetime
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -97,7 +99,28 @@ def _place(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 
-class Attendance:
+class Interruptible:
+    """What stops in order if a signal asks for it, and at once if a second urgent one does."""
+
+    def __init__(self) -> None:
+        self._num_interrupts, self._wake = 0, threading.Event()
+
+    def interrupt(self, *, is_urgent: bool) -> None:
+        """Stop in order, or at once if it is the second urgent call."""
+        self._num_interrupts += 1 if is_urgent or not self._num_interrupts else 0
+        self._wake.set()
+
+    def listen(self) -> None:
+        """Take Ctrl-C as an urgent call, and SIGTERM as another one."""
+
+        def interrupt(number: int, _frame: FrameType | None) -> None:
+            self.interrupt(is_urgent=number == signal.SIGINT)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+
+
+class Attendance(Interruptible):
     """This machine in a run, from its call to the run's end."""
 
     def __init__(
@@ -114,6 +137,7 @@ class Attendance:
         """`coordinator` is the public key of the coordinator. `out` prints what the processes here print.
         With `hours` the machine takes part then only.
         """
+        super().__init__()
         self._address, self._key, self._coordinator = address, key, coordinator
         self._facts, self._name, self._tell, self._out = facts, name, tell, out
         self._hours = hours
@@ -126,8 +150,6 @@ class Attendance:
         self._reserve()
         self._lines = list[tuple[int, str, str]]()
         """That the coordinator has not got yet."""
-        self._wake = threading.Event()
-        self._num_interrupts = 0
         self._is_leaving = False
         self._leaves_s: float | None = None
         """Since when this machine waits for the run to go on without it."""
@@ -143,11 +165,6 @@ class Attendance:
         self._keeper: KeeperProcess | None = None
         self._keeper_address: KeeperAddress | None = None
         self._keeper_is_there = threading.Event()
-
-    def interrupt(self, *, is_urgent: bool) -> None:
-        """Stop in order, or at once if it is the second urgent call."""
-        self._num_interrupts += 1 if is_urgent or not self._num_interrupts else 0
-        self._wake.set()
 
     def leave(self) -> None:
         """Leave once the run goes on without this machine."""

@@ -30,7 +30,7 @@ from bireme.machines.orders import (
 )
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress
-from bireme.train.attendance import INTERRUPTED, Attendance, Out, note_coordinator
+from bireme.train.attendance import INTERRUPTED, Attendance, Interruptible, Out, note_coordinator
 from bireme.train.export import exported_step
 from bireme.train.joined_processes import get_ready, runs_folder
 from bireme.train.run_machines import fetch_folder
@@ -41,7 +41,7 @@ _LAST_ANSWERS_S = 1.2
 """Machines ask once a second, and are answered for this long that the run has ended."""
 
 
-class Coordination:
+class Coordination(Interruptible):
     """A coordinator and its own machine, from the first call of a machine to the end of the run."""
 
     def __init__(
@@ -63,6 +63,7 @@ class Coordination:
         this machine `takes_part` in the training, `out` prints the lines of its processes. It hands over what
         they need to `deputies`. In `home` is what another coordinator has handed over to this machine.
         """
+        super().__init__()
         (host, port), own = address, own_key(None if home is None else home / FILE)
         self._run_name, self._is_taken_over = folder.name, home is not None
         runs = runs_folder(folder_for_runs(run))
@@ -100,12 +101,6 @@ class Coordination:
             here = host if host.startswith("127.") else "127.0.0.1"
             self._attendance = Attendance((here, port), own, own.public, facts, facts.name, tell, out)
             self._own_secret = self.tokens.pop().secret if self.tokens else ""
-        self._num_interrupts, self._wake = 0, threading.Event()
-
-    def interrupt(self, *, is_urgent: bool) -> None:
-        """Stop the run in order, or at once if it is the second urgent call."""
-        self._num_interrupts += 1 if is_urgent or not self._num_interrupts else 0
-        self._wake.set()
 
     def run(self) -> int:
         """Coordinate the run to its end; returns the exit status."""

@@ -39,7 +39,6 @@ from bireme.train.checkpoint.checkpoint import other_machines
 from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.joined_processes import Attended
 from bireme.train.launching import (
     environment,
     gpus_here,
@@ -113,7 +112,6 @@ def meet_hosts(
     number = own.hosts_of_ranks[rank]
     if rank != own.launcher(number):
         return None
-    _hold_host(own, number)
     coordinator = _started_coordinator(own, number, folder)
     talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
     heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
@@ -147,7 +145,6 @@ def under_way(
         return None
     if environment.rank != orders.launcher(number):
         return found.orders, None
-    _hold_host(orders, number)
     address, port = found.hosts[number]
     try:
         socket.create_server(("", port)).close()
@@ -190,15 +187,6 @@ def _launch_host(
 
 _LAUNCHER_S = 300.0
 """How long a launcher may take to appear."""
-
-
-def _hold_host(orders: HostOrders, number: int) -> None:
-    """Be the launcher of a host until this process ends, which removes the file of its lock."""
-    import fcntl  # not on every system
-
-    with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
-        fcntl.lockf(_open_lock(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        atexit.register(_lock_of(orders, number).unlink, missing_ok=True)
 
 
 def wait_for_launcher(orders: HostOrders, rank: int) -> None:
@@ -268,7 +256,6 @@ def train_on_host(
     host: LaunchHost,
     prepared: PreparedRun | None,
     keeper: HostKeeper,
-    attended: Attended | None,
 ) -> FinishedRun | None:
     """Train the replicas of this host. If one of them leads at the end, write down what came of the run,
     unless it goes on in another phase. Raises a `RunLostError` if all replicas are lost and the run has
@@ -319,7 +306,7 @@ def train_on_host(
         tell(host.how_it_ended() or ended)
         return None
     _note_end(folder, own.token, first_of(outcomes))
-    if goes_on(attended, outcomes):
+    if goes_on(keeper, outcomes):
         return None
     if prepared is None:
         with progress_bar("reading the run") as progress:
@@ -327,8 +314,9 @@ def train_on_host(
     return finish(prepared, folder, outcomes)
 
 
-def goes_on(attended: Attended | None, outcomes: Sequence[Outcome]) -> bool:
+def goes_on(keeper: HostKeeper, outcomes: Sequence[Outcome]) -> bool:
     """Whether a run that has stopped here goes on in another phase, which shows what comes of it."""
+    attended = keeper.attended
     return attended is not None and first_of(outcomes).reason not in DONE and attended.is_switch()
 
 
@@ -431,7 +419,14 @@ def part_as_leader(orders: Orders) -> None:
 def _started_coordinator(
     orders: HostOrders, number: int, folder: RunFolder, port: int = 0
 ) -> CoordinatorProcess:
-    """The coordinator of a host. That of the first one begins the run, if it was not started before."""
+    """Be the launcher of a host until this process ends, which removes the file of its lock, and start the
+    host's coordinator. That of the first one begins the run, if it was not started before.
+    """
+    import fcntl  # not on every system
+
+    with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
+        fcntl.lockf(_open_lock(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        atexit.register(_lock_of(orders, number).unlink, missing_ok=True)
     begins = number == 0 and not port
     num_hosts = len(orders.parts)
     order = CoordinatorOrder(

@@ -1,29 +1,26 @@
 """The processes of one phase on a machine that takes part in a run of `bireme coordinate`, and what they ask
-the `bireme join` that has started them, over the socket by which they were started:
+the `bireme join` that has started them, over the connection by which they were started:
 
-    ready forecast ──▶ {}, once they may load state and train      switches ──▶ is_switch
-    keeper bytes_per_s, timeout_s ──▶ address, key                 kept ──▶ address, key, or nulls
+    ready, forecast ──▶ None, once they may load state and train      switches ──▶ whether a phase follows
+    keeper, bytes_per_s, timeout_s ──▶ its address                    kept ──▶ the address, or None
 """
 
 import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pydantic import TypeAdapter
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
@@ -37,9 +34,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
 
 SOCKET = "BIREME_ATTENDANCE"
-_FORECAST = TypeAdapter(PhaseForecast)
-_MOST_LETTERS = 10_000
-"""Of a request or an answer."""
 _IMPORTED = ("bireme.train.launched_process", "bireme.cli.train", "torch._dynamo")
 """All that `bireme train` imports, so that a new phase begins at once."""
 _IMPORTED_FOR_FOLDERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
@@ -97,7 +91,6 @@ class JoinedProcesses:
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
         self._processes = list[Process]()
-        self._here: socket.socket | None = None
         self._more, self._show = more or {}, show
         imported = _IMPORTED_FOR_FOLDERS if run.model.source.startswith("hf:") else ()
         # In a thread, because the server may still import, and the coordinator is to hear of this machine.
@@ -126,9 +119,10 @@ class JoinedProcesses:
             reader.daemon = True
             reader.start()
             self._readers.append(reader)
-        with talk:
-            if not place:
-                self._here = _served(talk, self._answer)
+        if place:
+            talk.close()
+        else:
+            threading.Thread(target=self._serve, args=(talk,), name="bireme attended", daemon=True).start()
 
     def statuses(self) -> list[int] | None:
         """How they ended, negative for a signal; None while one of them lives."""
@@ -182,8 +176,6 @@ class JoinedProcesses:
         for one in self._processes:
             one.close()
         self._goes.set()  # a thread may wait to answer one of them
-        if self._here is not None:
-            self._here.close()
         self._scratch.cleanup()
 
     def _send_signal(self, number: signal.Signals) -> None:
@@ -191,20 +183,29 @@ class JoinedProcesses:
         for one in self._processes:
             one.send_signal(number)
 
-    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What a process is told that asks."""
-        match asked["do"]:
+    def _serve(self, talk: Connection) -> None:
+        """Answer a process until it ends."""
+        with talk, suppress(EOFError, OSError):
+            while True:
+                what, *words = talk.recv()
+                try:
+                    talk.send(self._answer(what, *words))
+                except BiremeError as error:
+                    talk.send(error)
+
+    def _answer(self, what: str, *words: Any) -> object:
+        """The answer to a question."""
+        match what:
             case "ready":
-                self.forecast = _FORECAST.validate_python(asked["forecast"])
+                (self.forecast,) = words
                 self._notice()
                 self._goes.wait()
-                return {}
+                return None
             case "switches":
-                return {"is_switch": self._switches}
+                return self._switches
             case "keeper":
-                return asdict(self._keeper(asked["bytes_per_s"], asked["timeout_s"]))
-        found = self._kept()
-        return {"address": None} if found is None else asdict(found)
+                return self._keeper(*words)
+        return self._kept()
 
 
 def runs_folder(asked: str) -> Path:
@@ -315,33 +316,14 @@ def _read_lines(stream: Connection, name: str, show: Show, notice: Callable[[], 
     notice()  # the process ends
 
 
-def _served(talk: Connection, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> socket.socket:
-    """The socket to a process, whose requests a thread answers until it is closed."""
-    here = socket.socket(fileno=os.dup(talk.fileno()))
-
-    def serve() -> None:
-        with suppress(OSError, ValueError, KeyError), here.makefile("rw", encoding="utf-8") as file:
-            while line := file.readline(_MOST_LETTERS):
-                try:
-                    found = answer(json.loads(line))
-                except BiremeError as error:
-                    found = {"error": str(error)}
-                file.write(json.dumps(found) + "\n")
-                file.flush()
-
-    threading.Thread(target=serve, name="bireme attended", daemon=True).start()
-    return here
-
-
-# The other end of the socket, in a process of the run.
+# The other end of the connection, in a process of the run.
 
 
 class Attended:
-    """The socket at the process: on each machine, its launcher or its first rank has one."""
+    """The connection at the process: on each machine, its launcher or its first rank has one."""
 
-    def __init__(self, made: socket.socket) -> None:
-        made.set_inheritable(False)
-        self._file = made.makefile("rw", encoding="utf-8")
+    def __init__(self, talk: Connection) -> None:
+        self._talk = talk
 
     @classmethod
     def of(cls, variables: MutableMapping[str, str]) -> Self | None:
@@ -349,35 +331,34 @@ class Attended:
         starts find none.
         """
         file = variables.pop(SOCKET, None)
-        return None if file is None else cls(socket.socket(fileno=int(file)))
+        return None if file is None else cls(Connection(int(file)))
 
     def wait_to_train(self, forecast: PhaseForecast) -> None:
         """Report that the run is prepared, and what is predicted of it. Returns once the phase before has
         ended.
         """
-        self._ask("ready", forecast=asdict(forecast))
+        self._ask("ready", forecast)
 
     def is_switch(self) -> bool:
         """Whether the run stops here because another phase follows."""
-        return bool(self._ask("switches")["is_switch"])
+        return bool(self._ask("switches"))
 
     def keeper(self, bytes_per_s: float | None, timeout_s: float) -> KeeperAddress:
         """The keeper of second copies of this machine, which outlives this process; it is started."""
-        found = self._ask("keeper", bytes_per_s=bytes_per_s, timeout_s=timeout_s)
-        return KeeperAddress(found["address"], found["key"])
+        found: KeeperAddress = self._ask("keeper", bytes_per_s, timeout_s)
+        return found
 
     def kept(self) -> KeeperAddress | None:
         """The keeper of this machine, if it was started by any phase."""
-        found = self._ask("kept")
-        return KeeperAddress(found["address"], found["key"]) if found["address"] else None
+        found: KeeperAddress | None = self._ask("kept")
+        return found
 
-    def _ask(self, what: str, **words: object) -> dict[str, Any]:
+    def _ask(self, *words: object) -> Any:
         try:
-            self._file.write(json.dumps({"do": what, **words}) + "\n")
-            self._file.flush()
-            found: dict[str, Any] = json.loads(self._file.readline(_MOST_LETTERS))
-        except (OSError, ValueError):
+            self._talk.send(words)
+            found = self._talk.recv()
+        except (EOFError, OSError):
             raise BiremeError("`bireme join` on this machine has ended.") from None
-        if "error" in found:
-            raise BiremeError(found["error"])
+        if isinstance(found, BiremeError):
+            raise found
         return found

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -96,6 +96,7 @@ SEEN_S = 30.0
 
 _PARTING_S = 30.0
 _AGAIN_S = 1.0
+_MEMBER = TypeAdapter(LaunchedProcess)
 
 Show = Callable[[PreparedRun, RunFolder], None]
 
@@ -117,19 +118,17 @@ def join(
         if environment.has_own_output:
             tell(sentence)
         return None
-    attended = Attended.of(os.environ)
-    with HostKeeper(attended) as keeper, MachineFolders() as folders:
+    with HostKeeper(Attended.of(os.environ)) as keeper, MachineFolders() as folders:
         ends_s = None
         if (back := under_way(environment, run_file, sets)) is not None:
             with suppress(RunLostError):
-                return _on_host(*back, environment.rank, None, keeper, folders, attended)
+                return _on_host(*back, environment.rank, None, keeper, folders)
             ends_s = _lost(environment)
         let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
         while True:
             try:
                 store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)
-                joined = _Joined(environment, store, keeper, folders, attended, run_file, sets, anyway=anyway)
-                return joined.go(show)
+                return _Joined(environment, store, keeper, folders, run_file, sets, anyway).go(show)
             except RunLostError:
                 ends_s = _lost(environment)
             except dist.DistError as error:  # its text goes on with frames of C++
@@ -161,14 +160,13 @@ def _on_host(
     prepared: PreparedRun | None,
     keeper: HostKeeper,
     folders: MachineFolders,
-    attended: Attended | None,
 ) -> FinishedRun | None:
     """Train the ranks of this host. If this process is not its launcher, wait for that."""
     assert orders.hosts is not None, "replicas may die"
     if host is not None:
         if orders.start.machines is not None and folders.note is None:
             folders.begin_again(orders.folder.path, orders.folder.load_run())
-        finished = train_on_host(orders, orders.hosts, host, prepared, keeper, attended)
+        finished = train_on_host(orders, orders.hosts, host, prepared, keeper)
         if folders.note is not None:
             folders.finish()
             if finished is None:
@@ -180,36 +178,29 @@ def _on_host(
     return None
 
 
+@dataclass
 class _Joined:
     """This process in the run, after the rendezvous.
 
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     `nodes` are the processes of each machine, `firsts` the first rank of each, and `node` is the index of
-    this machine.
+    this machine. `_runs` is the folder for runs on this machine, `_taken` what this process was told, with
+    the folder of the run on this machine.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        store: Store,
-        keeper: HostKeeper,
-        folders: MachineFolders,
-        attended: Attended | None,
-        run_file: Path | None,
-        sets: Sequence[str],
-        *,
-        anyway: bool,
-    ) -> None:
-        self.place = environment.rank
-        self._keeper, self._folders, self._attended = keeper, folders, attended
-        self._runs: Path | None = None
-        """The folder for runs on this machine."""
-        self._taken: Orders | None = None
-        """What this process was told, with the folder of the run on this machine."""
-        self._run_file, self._sets, self._anyway = run_file, sets, anyway
-        self._environment = environment
-        self._store = store
-        self._talk = Announcements(store)
+    _environment: Environment
+    _store: Store
+    _keeper: HostKeeper
+    _folders: MachineFolders
+    _run_file: Path | None
+    _sets: Sequence[str]
+    _anyway: bool
+    _runs: Path | None = None
+    _taken: Orders | None = None
+
+    def __post_init__(self) -> None:
+        self.place = self._environment.rank
+        self._talk = Announcements(self._store)
 
     def go(self, show: Show) -> FinishedRun | None:
         """Prepare together, train, part."""
@@ -261,7 +252,7 @@ class _Joined:
         rank, size = self._environment.rank, self._environment.size
         if orders.hosts is not None:
             prepared = None if led is None else led.prepared
-            return _on_host(orders, host, rank, prepared, self._keeper, self._folders, self._attended)
+            return _on_host(orders, host, rank, prepared, self._keeper, self._folders)
         self._train(orders)
         is_spread = orders.start.machines is not None
         if led is None:
@@ -278,7 +269,7 @@ class _Joined:
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
         if is_spread:
             return finished
-        return None if goes_on(self._attended, outcomes) else finish(led.prepared, led.folder, outcomes)
+        return None if goes_on(self._keeper, outcomes) else finish(led.prepared, led.folder, outcomes)
 
     # If machines share no folder.
 
@@ -335,7 +326,7 @@ class _Joined:
         note = self._folders.note
         assert note is not None, "rank 0 is the first on its machine"
         take_lines(led.folder.path, note)
-        is_over = not goes_on(self._attended, outcomes)
+        is_over = not goes_on(self._keeper, outcomes)
         finished = finish(led.prepared, led.folder, outcomes) if is_over else None
         self._copy_last(orders)
         machines = set(self._talk.hear("storages"))
@@ -346,11 +337,11 @@ class _Joined:
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
         has_cuda = own.local_rank < num_accelerators()
-        member = LaunchedProcess(own.rank, own.node or host_name(), host_name(), has_cuda, num_accelerators())
-        self._talk.say(f"member/{own.rank}", asdict(member))
-        address = self._keeper.address
-        self._talk.say(f"kept/{own.rank}", None if address is None else asdict(address))
-        return [LaunchedProcess(**self._talk.hear(f"member/{rank}")) for rank in range(own.size)]
+        node, num_cuda = own.node or host_name(), num_accelerators()
+        member = LaunchedProcess(own.rank, node, host_name(), has_cuda, num_cuda, self._keeper.address)
+        self._talk.say(f"member/{own.rank}", _MEMBER.dump_python(member))
+        told = (self._talk.hear(f"member/{rank}") for rank in range(own.size))
+        return [*map(_MEMBER.validate_python, told)]
 
     def _lead(self, show: Show) -> RunSetup | None:
         """Rank 0's part of preparing. A mistake is printed here, and reported to the others."""
@@ -359,11 +350,10 @@ class _Joined:
         orders: Orders | None = None
         try:
             asked = load_asked(self._run_file, self._sets)
-            kept = [self._talk.hear(f"kept/{rank}") for rank in range(self._environment.size)]
-            keepers = [KeeperAddress(**one) for one in kept if one is not None]
-            wait = None if self._attended is None else self._attended.wait_to_train
+            attended = self._keeper.attended
+            wait = None if attended is None else attended.wait_to_train
             note = MachinesNote(addresses, 0) if addresses else None
-            led = set_up_run(self._environment, asked, nodes, self._ask_servers, tell, keepers, note, wait)
+            led = set_up_run(self._environment, asked, nodes, self._ask_servers, tell, note, wait)
             if led is not None:
                 if not self._anyway:
                     check_room(led.prepared, led.folder, led.step)
@@ -452,7 +442,9 @@ class _Joined:
         rank = self._environment.rank
         storage = self.node
         try:
-            folder = self._folder_for(orders)
+            there = orders.folder.path
+            runs = there.parent if rank == 0 or self._runs is None else self._runs
+            folder = RunFolder(path_within(runs, there.name))
             self._taken = own = orders.moved(folder.path)
             if not orders.mark or rank == 0 or sees_mark(folder.path.parent, orders.mark):
                 storage = 0
@@ -465,12 +457,6 @@ class _Joined:
             complaint = f"On {host_name()}: {error}"
         ready = {"complaint": complaint, "census": plain_census(census), "storage": storage}
         self._talk.say(f"ready/{rank}", ready)
-
-    def _folder_for(self, orders: Orders) -> RunFolder:
-        """Where this machine has the run, or will have it."""
-        there = orders.folder.path
-        runs = there.parent if self._environment.rank == 0 or self._runs is None else self._runs
-        return RunFolder(path_within(runs, there.name))
 
     def _fetch(self, orders: Orders, folder: RunFolder) -> None:
         """Have the files of the run in this machine's folder, as rank 0 has them."""

@@ -16,6 +16,7 @@ from bireme.errors import BiremeError, tell
 from bireme.machines.line import MeasuredLine
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
+from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.measuring.probe import (
     check_disk_folder,
     free_disk_bytes,
@@ -34,8 +35,8 @@ from bireme.wire.listener import RATE_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class LaunchedProcess:
-    """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own, and
-    how many the machine has.
+    """One process: its machine's name, which of the launcher's nodes it is of, whether a GPU is its own, how
+    many the machine has, and the keeper there of second copies of an earlier start.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class LaunchedProcess:
     host: str
     has_cuda: bool
     num_cuda: int = 0
+    keeper: KeeperAddress | None = None
 
 
 def nodes_of(members: Sequence[LaunchedProcess]) -> dict[str, list[LaunchedProcess]]:

@@ -192,17 +192,16 @@ def set_up_run(
     nodes: Nodes,
     ask_servers: Callable[[str, list[int]], list[str]],
     tell: Callable[[str], None],
-    keepers: Sequence[KeeperAddress] = (),
     machines: MachinesNote | None = None,
     wait: Callable[[PhaseForecast], None] | None = None,
 ) -> RunSetup | None:
     """Make a run ready, new or begun before; None if it has done all its steps.
 
     `ask_servers` has every machine say so many devices of a kind, `tell` is for sentences to people.
-    `keepers` hold second copies of an earlier start, `machines` serve their folders of the run. In a run of
-    `bireme join`, `wait` takes what is predicted, and returns once the phase before this one has ended: only
-    then its state is read.
+    `machines` serve their folders of the run. In a run of `bireme join`, `wait` takes what is predicted, and
+    returns once the phase before this one has ended: only then its state is read.
     """
+    keepers = [one.keeper for members in nodes.values() for one in members if one.keeper is not None]
     started, is_mode_chosen = nodes, asked.sync.mode == AUTO
     if asked.sync.mode != "allreduce":
         check_launchers(nodes, asked.sync.mode)

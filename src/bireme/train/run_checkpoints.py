@@ -171,28 +171,28 @@ class HostKeeper:
     """
 
     def __init__(self, attended: Attended | None = None) -> None:
-        self._attended = attended
+        self.attended = attended
         self._process: KeeperProcess | None = None
         self._num_starts = 0
         """Of a run that has all of its ranks on this host."""
 
     def started(self, run: RunFile) -> KeeperAddress:
         """Where it listens."""
-        if self._attended is not None:
-            return self._attended.keeper(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
+        if self.attended is not None:
+            return self.attended.keeper(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
         self._process = self._process or KeeperProcess(run.memory.copy_bytes_per_s, run.cluster.timeout_s)
         return self._process.started()
 
     @property
     def address(self) -> KeeperAddress | None:
         """Where it listens, if it was started."""
-        if self._attended is not None:
-            return self._attended.kept()
+        if self.attended is not None:
+            return self.attended.kept()
         return None if self._process is None else self._process.started()
 
     def follow(self, follower: KeeperAddress | None) -> None:
         """Send copies to the keeper of another host."""
-        if (own := None if self._attended is None else self._attended.kept()) is not None:
+        if (own := None if self.attended is None else self.attended.kept()) is not None:
             with suppress(OSError):  # a keeper that is gone is reported by the ranks that copy
                 follow(own, follower, _FOLLOW_S)
         if self._process is not None:
