@@ -29,7 +29,7 @@ from bireme.runtime.settings import PipelineSettings
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
-from bireme.train.run_file.training import rate_factor
+from bireme.train.run_file.tables import rate_factor
 from bireme.train.worker import optimizer_of
 
 __all__ = ["Ended", "Hit", "MortalRun", "Round", "losses_of_one_process", "mortal_run"]

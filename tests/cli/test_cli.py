@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.cli.main import VERBS, Verbs, main
+from bireme.cli.main import SUMMARIES, Verbs, main
 from bireme.schedule.catalogue import SCHEDULES
 from tests.support.command import bireme, with_sets
 from tests.support.patience import patience_s
@@ -41,7 +41,7 @@ def test_help_comes_at_once_for_it_loads_no_verb_and_nothing_large() -> None:
         [sys.executable, "-c", HELP], capture_output=True, text=True, check=True, timeout=patience_s()
     )
     assert done.stdout.splitlines()[-1] == "loaded:"
-    assert all(verb.summary.split()[0] in done.stdout for verb in VERBS.values())
+    assert all(summary.split()[0] in done.stdout for summary in SUMMARIES.values())
 
 
 READ = """
@@ -76,7 +76,7 @@ def test_torch_prints_its_errors_only_unless_the_user_says_otherwise(monkeypatch
 
 @pytest.mark.parametrize(
     "words",
-    [*VERBS, "cluster discover", "cluster show", "cluster probe", "bench engine"],
+    [*SUMMARIES, "cluster discover", "cluster show", "cluster probe", "bench engine"],
 )
 def test_help_is_readable_in_80_columns(words: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values of --objective were once broken over lines, and left 19 characters for its help."""
@@ -99,8 +99,8 @@ def test_help_is_readable_in_80_columns(words: str, capsys: Capture, monkeypatch
 
 def test_the_help_of_all_says_of_each_verb_what_its_own_help_says() -> None:
     group = Verbs(name="bireme")
-    for name, verb in VERBS.items():
-        assert group.get_command(None, name).help.split("\n\n")[0] == verb.summary, name
+    for name, summary in SUMMARIES.items():
+        assert group.get_command(None, name).help.split("\n\n")[0] == summary, name
 
 
 def test_the_installed_command_answers() -> None:

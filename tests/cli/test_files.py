@@ -25,8 +25,8 @@ from bireme.report.timeline_document import read_recorded
 from bireme.schedule import torch_csv
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import check_restart_limit
-from bireme.train.private_census import PrivateHolding, load_census, write_census
 from bireme.train.resume_checks import DataIdentity, load_identity, write_identity
+from bireme.train.run_data import PrivateHolding, load_census, write_census
 from bireme.train.run_file import load_run_file
 from tests.plan.test_plan_paging import hand_plan
 from tests.support.extent import examples

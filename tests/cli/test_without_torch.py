@@ -28,7 +28,7 @@ MODULES = [
     "bireme.report.gantt",
     "bireme.report.profile_table",
     "bireme.report.terminal",
-    "bireme.train.run_file.training",
+    "bireme.train.run_file.tables",
     "bireme.train.run_file",
 ]
 

@@ -35,8 +35,8 @@ from bireme.train.data.loader import RankBatches
 from bireme.train.data.mixture import ELSEWHERE, MixedSamples, MixedSource, ReadableSamples, order_of
 from bireme.train.data.placing import SampleOrder, Stock
 from bireme.train.data.samples import PackedSamples, Samples, Tokens
-from bireme.train.private_census import ReadableData
 from bireme.train.replica import DealtBatches
+from bireme.train.run_data import ReadableData
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
 from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, Trained, assert_equal, note_training, oracle, pipeline_of

@@ -19,7 +19,7 @@ from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
 from bireme.train.data.viewing import data_notes
 from bireme.train.run_file import load_run_file
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from tests.support.tiny_tokenizer import save_tokenizer
 
 pytestmark = pytest.mark.slow

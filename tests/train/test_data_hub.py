@@ -16,7 +16,7 @@ from bireme.train.data.hub import SavedRows
 from bireme.train.data.prepare import ModelSide, RunData, prepare_data
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from tests.support.command import bireme
 from tests.support.whole_batches import WholeBatches
 

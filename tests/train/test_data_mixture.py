@@ -13,7 +13,7 @@ from bireme.train.data.prepare import ModelSide, prepare_data
 from bireme.train.model import RunModel
 from bireme.train.run_data import private_samples_of
 from bireme.train.run_file import load_run_file
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from tests.support.training import GPT
 from tests.support.whole_batches import WholeBatches
 

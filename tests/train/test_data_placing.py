@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.train.data.mixture import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Epoch, Numbers, Order, Stock
 from bireme.train.data.samples import Samples
-from bireme.train.private_census import ReadableData
+from bireme.train.run_data import ReadableData
 
 
 @dataclass(frozen=True)

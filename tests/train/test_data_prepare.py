@@ -12,7 +12,7 @@ from bireme.model.sources import load_source
 from bireme.train.data.placing import Order
 from bireme.train.data.prepare import ModelSide, prepare_data, vocabulary_of
 from bireme.train.data.tokenizer import ByteTokenizer, FolderTokenizer
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.whole_batches import WholeBatches
 

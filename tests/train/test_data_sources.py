@@ -17,7 +17,7 @@ from bireme.train.data.samples import Tokens, load_tokens
 from bireme.train.data.source import OwnSamples, open_source
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.train.data.viewing import data_notes
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from bireme.user_code import names_function
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from bireme.report.data_table import DataView, print_data
 from bireme.train.data.prepare import ModelSide, RowForm, prepare_data
 from bireme.train.data.viewing import view_of
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 from tests.support.command import bireme
 from tests.support.tiny_llama import save_config
 from tests.support.tiny_tokenizer import save_tokenizer

@@ -22,15 +22,15 @@ from bireme.train import generating
 from bireme.train.data.tokenizer import load_tokenizer
 from bireme.train.generating import Choice, TextRequest, writer_of
 from bireme.train.model import RunModel
-from bireme.train.model_parts import (
+from bireme.train.subject import (
     CapturedPart,
     DecoderPart,
     DividedModel,
     PartPlace,
     divided,
     reading_speed,
+    subject_of,
 )
-from bireme.train.subject import subject_of
 from tests.support.command import bireme
 from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL

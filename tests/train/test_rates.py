@@ -12,7 +12,7 @@ from bireme.errors import BiremeError
 from bireme.train.folder import RunFolder
 from bireme.train.resume_checks import check_rate
 from bireme.train.run_file import RunFile, Training
-from bireme.train.run_file.training import rate_factor
+from bireme.train.run_file.tables import rate_factor
 
 FALLING = ("linear", "cosine", "wsd")
 TINY = 1e-12

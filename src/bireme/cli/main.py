@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -19,94 +18,66 @@ from bireme.errors import BiremeError, tell
 # The verbs of `bireme`, in groups, and what each is for. A verb is loaded when it is asked for.
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A verb: the group that the help shows it in, and the first line of its own help. `file` is the verb
-    whose file it shares.
-    """
-
-    group: str
-    summary: str
-    file: str = ""
-
-
-TRAIN, PLAN, LOOK = "Train a model", "Measure and plan", "Look closer"
-
 VERBS = {
-    "init": Verb(
-        TRAIN,
-        "Write a run file for `bireme train`: what one purpose needs, or with --all every key, explained.",
-    ),
-    "train": Verb(
-        TRAIN,
-        "Train a model over a pipeline. Without a run file: a small language model on Python's sources.",
-    ),
-    "data": Verb(
-        TRAIN, "Show samples as the model will see them, token by token, and what counts in the loss."
-    ),
-    "coordinate": Verb(
-        TRAIN, "Wait for machines that type `bireme join`, and train a model with all of them."
-    ),
-    "join": Verb(
-        TRAIN,
-        "Take part in a run with this machine: check it and the line, wait for the others, train.",
-        "coordinate",
-    ),
-    "evaluate": Verb(
-        TRAIN, "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second."
-    ),
-    "resume": Verb(TRAIN, "Resume a run from its most recent intact checkpoint.", "train"),
-    "report": Verb(
-        TRAIN,
-        "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
-    ),
-    "watch": Verb(
-        TRAIN,
-        "Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it.",
-        "report",
-    ),
-    "ledger": Verb(
-        TRAIN, "Check the ledger of a run: every sample in one committed round of each finished epoch."
-    ),
-    "export": Verb(
-        TRAIN,
-        "Export the latest model of a run: a transformers folder, or safetensors with the model's names.",
-    ),
-    "merge": Verb(
-        TRAIN,
-        "Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.",
-        "export",
-    ),
-    "generate": Verb(TRAIN, "Let a model write: continue a prompt, or answer it."),
-    "profile": Verb(
-        PLAN, "Measure each unit of a model: seconds forward and backward, bytes kept and sent.", "plan"
-    ),
-    "cluster": Verb(PLAN, "Servers, devices and links: find, measure and show them."),
-    "plan": Verb(
-        PLAN,
-        "Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.",
-    ),
-    "fit": Verb(PLAN, "Answer whether a model fits machines, how fast it trains there, and what would help."),
-    "place": Verb(PLAN, "Place the operators of a graph on accelerators and CPUs."),
-    "schedule": Verb(LOOK, "Draw a schedule as a grid: one row per rank, time to the right."),
-    "simulate": Verb(
-        LOOK,
-        "Predict the time and memory of a run's plan, or of a schedule with given costs.",
-    ),
-    "memory": Verb(
-        LOOK,
-        "Trace a training iteration: what the peak consists of, which blocks are idle, "
-        "what could be swapped.",
-    ),
-    "doctor": Verb(
-        PLAN, "Check this machine, and the line to another one: all that keeps them from training together."
-    ),
-    "capabilities": Verb(
-        LOOK,
-        "Show which capabilities go together, or the keys of a run file that switch on some of them.",
-    ),
-    "bench": Verb(LOOK, "Measure Bireme on this machine and compare it with its limits and peers."),
+    "Train a model": {
+        "init": "Write a run file for `bireme train`: what one purpose needs, or with --all every key, "
+        "explained.",
+        "train": "Train a model over a pipeline. Without a run file: a small language model on Python's "
+        "sources.",
+        "data": "Show samples as the model will see them, token by token, and what counts in the loss.",
+        "coordinate": "Wait for machines that type `bireme join`, and train a model with all of them.",
+        "join": "Take part in a run with this machine: check it and the line, wait for the others, train.",
+        "evaluate": "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.",
+        "resume": "Resume a run from its most recent intact checkpoint.",
+        "report": "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
+        "watch": "Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends "
+        "it.",
+        "ledger": "Check the ledger of a run: every sample in one committed round of each finished epoch.",
+        "export": "Export the latest model of a run: a transformers folder, or safetensors with the model's "
+        "names.",
+        "merge": "Add the adapter of a run to its base, and export the whole model: `bireme export "
+        "--merged`.",
+        "generate": "Let a model write: continue a prompt, or answer it.",
+    },
+    "Measure and plan": {
+        "profile": "Measure each unit of a model: seconds forward and backward, bytes kept and sent.",
+        "cluster": "Servers, devices and links: find, measure and show them.",
+        "plan": "Find the fastest plan that fits: where to cut a model, on which devices, with which "
+        "schedule.",
+        "fit": "Answer whether a model fits machines, how fast it trains there, and what would help.",
+        "place": "Place the operators of a graph on accelerators and CPUs.",
+        "doctor": "Check this machine, and the line to another one: all that keeps them from training "
+        "together.",
+    },
+    "Look closer": {
+        "schedule": "Draw a schedule as a grid: one row per rank, time to the right.",
+        "simulate": "Predict the time and memory of a run's plan, or of a schedule with given costs.",
+        "memory": "Trace a training iteration: what the peak consists of, which blocks are idle, what could "
+        "be swapped.",
+        "capabilities": "Show which capabilities go together, or the keys of a run file that switch on some "
+        "of them.",
+        "bench": "Measure Bireme on this machine and compare it with its limits and peers.",
+    },
 }
+"""The verbs in groups, each with the first line of its own help."""
+
+SUMMARIES = {name: summary for verbs in VERBS.values() for name, summary in verbs.items()}
+FILES = {
+    "join": "coordinate",
+    "doctor": "coordinate",
+    "resume": "train",
+    "watch": "report",
+    "ledger": "report",
+    "data": "model",
+    "evaluate": "model",
+    "generate": "model",
+    "export": "model",
+    "merge": "model",
+    "profile": "plan",
+    "fit": "plan",
+    "memory": "plan",
+}
+"""The files of verbs that share one."""
 
 EXAMPLE = "Example: bireme init run.toml, then: bireme train run.toml"
 
@@ -116,13 +87,13 @@ class Verbs(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands.update({name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()})
+        self.commands.update({name: TyperCommand(name, help=text) for name, text in SUMMARIES.items()})
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb itself; None where there is none."""
-        if cmd_name not in VERBS:
+        if cmd_name not in SUMMARIES:
             return None
-        module = importlib.import_module(f"bireme.cli.{VERBS[cmd_name].file or cmd_name}")
+        module = importlib.import_module(f"bireme.cli.{FILES.get(cmd_name, cmd_name)}")
         app = getattr(module, "app", None)
         if app is None:
             app = typer.Typer(add_completion=False)
@@ -138,9 +109,9 @@ class Verbs(TyperGroup):
         options = [line for one in self.get_params(ctx) if (line := one.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(options)
-        for group in dict.fromkeys(verb.group for verb in VERBS.values()):
+        for group, verbs in VERBS.items():
             with formatter.section(group):
-                formatter.write_dl([(name, one.summary) for name, one in VERBS.items() if one.group == group])
+                formatter.write_dl([*verbs.items()])
         formatter.write_paragraph()
         formatter.write_text(EXAMPLE)
 

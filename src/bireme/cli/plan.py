@@ -1,4 +1,4 @@
-"""`bireme plan` and `bireme profile`: find the fastest plan for a run; measure or estimate its model."""
+"""`bireme plan`, `profile`, `fit` and `memory`: the fastest plan for a run, and what its model costs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -26,12 +26,15 @@ from bireme.cli.options import (
     say_written,
     show,
 )
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
+    from bireme.profile.behavior import Behavior
     from bireme.profile.profile import Profile, UnitProfile
+    from bireme.profile.swapping import Bandwidth
     from bireme.report.plan_document import Explanation
     from bireme.train.plan_search import PlannedRun
+    from bireme.train.run_file import RunFile
 
 
 output_option = partial(typer.Option, rich_help_panel="Output")
@@ -291,3 +294,187 @@ def _plain_unit(unit: "UnitProfile", plain: dict[str, Any]) -> dict[str, Any]:
         "same_as": unit.same_as,
         **{key: value for key, value in plain.items() if key not in ("name", "parameter_bytes", "same_as")},
     }
+
+
+# `bireme fit`: whether a model fits machines, how fast it trains there, and what would help.
+
+
+_DEFAULT_TOKENS = "100M"
+
+
+def fit(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Built-in shape such as llama-3-8b, or a folder with a config.json."
+        ),
+    ],
+    machines: Annotated[
+        str,
+        typer.Option(
+            metavar='"NAME[:MEMORY][+HOST], … [@ LINK]"',
+            help='Machines by the words of `bireme cluster devices`, such as "2x rtx3090, m3-max:64GB @ '
+            '1Gbit/s".',
+        ),
+    ] = "",
+    train: Annotated[
+        str, typer.Option(metavar="full|lora|qlora", help="Train all weights, or adapters of rank 16.")
+    ] = "full",
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence.", show_default="4096, or the model's most")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences of a batch.")] = 16,
+    tokens: Annotated[
+        str, typer.Option(metavar="NUMBER", help="Tokens to count the hours for, such as 100M or 2e9.")
+    ] = _DEFAULT_TOKENS,
+    within: Annotated[
+        float, typer.Option(min=0, help="Seconds after which no further change is tried.")
+    ] = 6.0,
+    as_json: Json = False,
+) -> None:
+    """Answer whether a model fits machines, how fast it trains there, and what would help.
+
+    Nothing is measured, and no weights and no GPU are needed.
+
+    [dim]bireme fit llama-3-8b --train lora --machines "rtx3090, rtx4060-laptop, m3-max:64GB @ 1Gbit/s"[/dim]
+    """
+    from bireme.cluster.named_machines import machines_of
+    from bireme.model.shapes import shape_of
+    from bireme.plan.fit import FitQuestion
+    from bireme.plan.fit import fit as answer
+    from bireme.profile.shape_profile import TrainedShare
+    from bireme.report.fit_table import fit_document, print_fit
+
+    if train not in tuple(TrainedShare):
+        raise BiremeError(f"There is no --train {train!r}. {closest(train, tuple(TrainedShare))}")
+    num_tokens, shape = _number(tokens), shape_of(model)
+    asked = min(4096, shape.context) if length is None else length
+    question = FitQuestion(shape, machines_of(machines or _here()), TrainedShare(train), asked, batch)
+    found = answer(question, within_s=within)
+    show(partial(fit_document, found, num_tokens), partial(print_fit, found, num_tokens), as_json=as_json)
+
+
+def _number(text: str) -> float:
+    from bireme.bounds import bytes_of
+
+    try:
+        found = float(bytes_of(text.replace("B", "G").replace("b", "g"), "--tokens"))
+    except BiremeError:
+        found = 0.0
+    if not 1 <= found <= 1e18:
+        raise BiremeError(f"--tokens is {text!r}; write a number of tokens as 100M, 2B or 2e9.")
+    return found
+
+
+def _here() -> str:
+    """This machine in words, if its GPUs are in the catalogue."""
+    from bireme.cluster.catalogue import catalogued_as
+    from bireme.cluster.machine import find_cuda_devices
+
+    devices = find_cuda_devices().devices
+    known = [catalogued_as(device.name) for device in devices]
+    if not devices or any(one is None or one is not known[0] for one in known) or known[0] is None:
+        raise BiremeError(
+            "This machine has no GPUs of one kind that the catalogue knows. Name machines, such as "
+            "--machines rtx3090; `bireme cluster devices` lists the names."
+        )
+    return f"{len(devices)}x {known[0].word}:{min(device.memory_bytes for device in devices)}"
+
+
+# `bireme memory`: the memory of a training iteration, block by block.
+
+
+def memory(
+    run_file: RunToml = None,
+    set_: Sets = None,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            max=10_000,
+            metavar="N",
+            help="Iterations to run before tracing, such as the first, which creates the optimizer's state.",
+        ),
+    ] = 1,
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="OUT[,IN]",
+            help="Bytes per second of the link for swapping: a number for both directions, or out,in.",
+        ),
+    ] = "12e9",
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the lifetimes of all blocks to a .svg or .html file."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Trace a training iteration: what the peak consists of, which blocks are idle, what could be swapped.
+
+    One process trains the whole model on training.batch_size samples.
+
+    [dim]bireme memory run.toml --set training.batch_size=8[/dim]
+    """
+    from bireme.profile.swapping import page_blocks, plan_swaps
+    from bireme.report.gantt import check_suffix
+    from bireme.train.folder import load_asked
+
+    link = _bandwidth(bandwidth)
+    if picture is not None:
+        check_suffix(picture)
+    run = load_asked(run_file, set_ or ())
+    behavior = _behavior(run, warmup)
+    alone, in_turn = plan_swaps(behavior, link), plan_swaps(behavior, link, in_turn=True)
+    paging = page_blocks(behavior, link)
+    model, batch, optimizer = run.model.source, run.training.batch_size, run.training.optimizer
+    title = f"{model}, batch {batch}, {optimizer}"
+    if picture is not None:
+        from bireme.report.gantt import write_gantt
+
+        write_gantt(title, behavior, alone, picture)
+    from bireme.report.profile_table import memory_document, print_memory
+
+    asked = {"model": model, "batch": batch, "length": run.data.length, "optimizer": optimizer}
+    found = behavior, alone, in_turn, paging
+    show(lambda: asked | memory_document(*found), partial(print_memory, title, *found), as_json=as_json)
+    if picture is not None and not as_json:
+        typer.echo(f"\nWrote {picture}.")
+
+
+def _bandwidth(text: str) -> "Bandwidth":
+    from bireme.profile.swapping import Bandwidth
+
+    try:
+        ways = [float(part) for part in text.split(",")]
+    except ValueError:
+        ways = []
+    if len(ways) not in (1, 2):
+        raise BiremeError(
+            f"--bandwidth is {text!r}; it must be one number of bytes per second, such as 12e9, or two "
+            "separated by a comma, out and in."
+        )
+    return Bandwidth(ways[0], ways[-1])
+
+
+def _behavior(run: "RunFile", warmup: int) -> "Behavior":
+    from bireme.devices import ACCELERATOR, num_accelerators
+    from bireme.model.sources import load_source
+    from bireme.profile.trace import check_training, observe
+
+    optimizer, asked = run.training.optimizer, run.cluster.device
+    check_training(optimizer, warmup)
+    if run.model.frozen_dtype is not None:
+        raise BiremeError(
+            f'model.frozen_dtype is "{run.model.frozen_dtype}", and this command runs the model with all its '
+            "weights in model.dtype. Leave model.frozen_dtype out here; `bireme plan` counts it."
+        )
+    here = ACCELERATOR if num_accelerators() else "cpu"
+    source = load_source(
+        run.model.source,
+        batch=run.training.batch_size,
+        length=run.data.length,
+        device=asked if asked in ("cpu", ACCELERATOR) else here,
+        dtype=run.model.dtype,
+        part=run.model.part,
+        seed=run.model.seed,
+    )
+    return observe(source.model, source.example_inputs, optimizer=optimizer, warmup=warmup)

@@ -34,10 +34,9 @@ from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
 from bireme.train.machines import Machines, machines_here
 from bireme.train.model import RunModel
-from bireme.train.model_parts import room_on
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
-from bireme.train.subject import Subject
+from bireme.train.subject import Subject, room_on
 
 # What an evaluation takes of its data, and the figures that follow from its loss.
 #

@@ -33,18 +33,18 @@ from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokeniz
 from bireme.train.folder import RunFolder
 from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
-from bireme.train.model_parts import (
+from bireme.train.run_file import RunFile
+from bireme.train.run_file.defaults import context_of, folder_of
+from bireme.train.subject import (
     IDS,
     CapturedPart,
     DecoderPart,
     DividedModel,
     PartPlace,
+    Subject,
     reading_speed,
     room_on,
 )
-from bireme.train.run_file import RunFile
-from bireme.train.run_file.defaults import context_of, folder_of
-from bireme.train.subject import Subject
 
 Tell = Callable[[str], None]
 Progress = Callable[[float, str], None]

@@ -51,15 +51,6 @@ from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
 from bireme.train.outcome import Outcome, RestartLimitError
 from bireme.train.prepare import PreparedRun, plan_ahead
-from bireme.train.private_census import (
-    Census,
-    census_from,
-    census_of,
-    check_same_census,
-    load_census,
-    plain_census,
-    write_census,
-)
 from bireme.train.rank_part import SpreadMachines
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
 from bireme.train.rendezvous import (
@@ -75,7 +66,16 @@ from bireme.train.rendezvous import (
 )
 from bireme.train.resume_checks import check_files_here
 from bireme.train.run_checkpoints import HostKeeper
-from bireme.train.run_data import data_of
+from bireme.train.run_data import (
+    Census,
+    census_from,
+    census_of,
+    check_same_census,
+    data_of,
+    load_census,
+    plain_census,
+    write_census,
+)
 from bireme.train.run_file import paths_for_all
 from bireme.train.run_machines import (
     MachineFolders,

@@ -48,11 +48,10 @@ from bireme.train.plan_search import (
     with_batch_of,
 )
 from bireme.train.prepare import PreparedRun, write_prepared
-from bireme.train.private_census import most_added
 from bireme.train.rank_part import RunStart
 from bireme.train.resume_checks import left_at
 from bireme.train.run_checkpoints import HostKeeper, newest_state
-from bireme.train.run_data import learns
+from bireme.train.run_data import learns, most_added
 from bireme.train.run_file import RunFile
 from bireme.train.shares import share_limits, slowed
 from bireme.train.worker import train_rank, train_replica

@@ -72,14 +72,6 @@ from bireme.train.plan_search import (
     with_batch,
     with_batch_of,
 )
-from bireme.train.private_census import (
-    Census,
-    census_of,
-    check_same_census,
-    load_census,
-    readers_of,
-    write_census,
-)
 from bireme.train.resume_checks import (
     DataIdentity,
     check_none_left,
@@ -89,7 +81,17 @@ from bireme.train.resume_checks import (
     keep_base,
     write_identity,
 )
-from bireme.train.run_data import counted, data_of, with_length_of_data
+from bireme.train.run_data import (
+    Census,
+    census_of,
+    check_same_census,
+    counted,
+    data_of,
+    load_census,
+    readers_of,
+    with_length_of_data,
+    write_census,
+)
 from bireme.train.run_file import RunFile, with_model_defaults
 from bireme.train.run_file.checks import check_sites, value_of
 from bireme.train.run_file.planning import AUTO

@@ -27,10 +27,10 @@ from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.outcome import MemoryUsed, Stops
-from bireme.train.private_census import Census, ReadableData
 from bireme.train.replica import AveragingReplica, Replica
 from bireme.train.resume_checks import data_identity, load_base, load_identity, names_in_base, run_conditions
 from bireme.train.run_checkpoints import RunCopies
+from bireme.train.run_data import Census, ReadableData
 from bireme.train.run_file import RunFile
 
 

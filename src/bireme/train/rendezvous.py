@@ -31,8 +31,8 @@ from bireme.runtime.stores import KEY, PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
-from bireme.train.private_census import Census
 from bireme.train.rank_part import RunStart
+from bireme.train.run_data import Census
 from bireme.train.run_file import RunFile
 
 # Which network card leads to the other machines of a run.

@@ -35,7 +35,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.training import rate_factor
+from bireme.train.run_file.tables import rate_factor
 
 _FORMAT = 1
 

@@ -40,13 +40,12 @@ from bireme.train.loop import Loop, ScheduleSwitch
 from bireme.train.model import RunModel, placeholders
 from bireme.train.outcome import MemoryUsed, Outcome, Stops
 from bireme.train.plan_search import flush_twin, grown, plans_of
-from bireme.train.private_census import ReadableData, readable_data
 from bireme.train.rank_part import RankPart, RunStart
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter, Replica
 from bireme.train.run_checkpoints import checkpoint_of
-from bireme.train.run_data import data_of
+from bireme.train.run_data import ReadableData, data_of, readable_data
 from bireme.train.run_file import RunFile
-from bireme.train.run_file.training import Training, rate_factor
+from bireme.train.run_file.tables import Training, rate_factor
 from bireme.train.run_log import RunLog
 from bireme.train.shares import (
     measures_first,

@@ -36,7 +36,7 @@ from bireme.train.data.samples import (
 from bireme.train.data.source import OwnSamples, Source, open_source
 from bireme.train.data.text_files import TextFiles
 from bireme.train.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from bireme.train.run_file.training import Data
+from bireme.train.run_file.tables import Data
 
 # What must hold between data and model before training starts; each check refuses with one sentence.
 #

@@ -10,7 +10,7 @@ from bireme.train.run_file.run import with_absolute_paths as with_absolute_paths
 from bireme.train.run_file.run import with_paths_of_machine as with_paths_of_machine
 from bireme.train.run_file.run import with_paths_within as with_paths_within
 from bireme.train.run_file.tables import Log as Log
+from bireme.train.run_file.tables import Training as Training
 from bireme.train.run_file.text import commented_toml as commented_toml
 from bireme.train.run_file.text import reference_markdown as reference_markdown
 from bireme.train.run_file.text import to_toml as to_toml
-from bireme.train.run_file.training import Training as Training

@@ -12,9 +12,8 @@ from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.table import given
-from bireme.train.run_file.tables import ClusterTable, Model, Sync, Tables
+from bireme.train.run_file.tables import ClusterTable, Model, Sync, Tables, Training
 from bireme.train.run_file.text import toml_value
-from bireme.train.run_file.training import Training
 
 
 def value_of(tables: Tables, key: str) -> Any:

@@ -1,0 +1,361 @@
+"""`bireme data`, `evaluate`, `generate`, `export` and `merge`: what a model reads and has learned."""
+
+import os
+import shlex
+import sys
+from enum import StrEnum
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bireme.cli.options import Json, Sets, print_json, settings_of, show
+from bireme.cli.train import INTERRUPTED_STATUS
+from bireme.errors import BiremeError, tell
+
+# `bireme data`: samples as the model will see them, token by token, and what counts in the loss.
+
+
+_WITHOUT_MODEL = 1024
+"""Tokens of a sample if neither a model nor an option says."""
+
+
+def data(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|RUN.toml", help="Data, as in data.source, or a run file, or the folder of a run."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of the transformers model that is to learn the data."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=0, max=1000, help="Samples to show of each source.")
+    ] = 3,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens of a sample; by default as in the run or as for the model, else 1,024."
+        ),
+    ] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Show samples as the model will see them, token by token, and what counts in the loss.
+
+    [dim]bireme data chats.jsonl --model Llama-3.2-1B-Instruct[/dim]
+    """
+    from bireme.report.terminal import progress_bar
+
+    sets = [*settings_of(("--length", "data.length", length)), *(set_ or ())]
+    with progress_bar("loading the data") as progress:
+        from bireme.train.data.viewing import view_of
+        from bireme.train.folder import load_asked
+        from bireme.train.model import RunModel
+        from bireme.train.run_data import data_of, tokenizer_name, with_length_of_data
+        from bireme.train.run_file import load_run_file
+
+        path = Path(source)
+        run_file = path / "run.toml" if (path / "run.toml").is_file() else path
+        is_run = run_file.suffix == ".toml"
+        own = settings_of(
+            ("--model", "model.source", None if model is None else f"hf:{model.removeprefix('hf:')}"),
+            ("SOURCE", "data.source", None if is_run else source),
+            ("SOURCE", "data.evaluation_fraction", None if is_run else 0.0),
+        )
+        default = [] if is_run or model is not None else [f"data.length={_WITHOUT_MODEL}"]
+        sets = [*default, *own, *sets]
+        run = load_asked(run_file, sets) if is_run else load_run_file(None, sets)
+        run = with_length_of_data(run, progress)
+        # One sample is enough to be shown, however large the batches of the run are.
+        run = run.with_keys("training", batch_size=1)
+        has_model = is_run or model is not None or any(text.startswith("model.") for text in sets)
+        found = data_of(run, RunModel.of(run, 1) if has_model else None, progress)
+        view = view_of(found, tokenizer_name(found.tokenizer), run.data.length, samples)
+    for warning in view.warnings:
+        tell(warning)
+    from bireme.report.data_table import print_data
+
+    show(view.document, partial(print_data, view), as_json=as_json)
+
+
+# `bireme evaluate`: the loss of a run, or of any model in a folder, on some data.
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="The folder of a run, of an exported model, or of any transformers model.",
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Data, as in data.source; by default what the run held out for evaluation.",
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per sample; by default as in training, else the model's context, at most 1,024."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER|bytes", help="Tokenizer; by default the model's own.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.")
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(
+            help="Most batches, 0 for all; by default all of --data, and of a run's own data as many as it "
+            "evaluates itself.",
+            min=0,
+            metavar="N",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share the model as a pipeline; by default as many as its weights need.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
+
+    [dim]bireme evaluate runs/first-run --data book.txt[/dim]
+    """
+    from bireme.report.terminal import progress_bar
+    from bireme.runtime.board import RankFailed
+    from bireme.train.evaluating import evaluate as evaluated
+    from bireme.train.subject import subject_of
+
+    own = settings_of(
+        ("--length", "data.length", length),
+        ("--tokenizer", "data.tokenizer", tokenizer),
+        ("--batch-size", "training.batch_size", batch_size),
+    )
+    sets = [*(set_ or ()), *own]
+    try:
+        with progress_bar("loading the model") as progress:
+            subject = subject_of(model, sets, tell)
+            found = evaluated(subject, data, most_batches=batches, workers=workers, progress=progress)
+    except RankFailed as error:
+        tell(str(error))
+        raise typer.Exit(1) from None
+    for warning in found["warnings"]:
+        tell(warning)
+    if as_json:
+        infinite = {name for name, one in found.items() if isinstance(one, float) and not isfinite(one)}
+        print_json(found | dict.fromkeys(infinite))
+    else:
+        _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    step = "" if found["step"] is None else f" after step {found['step']}"
+    typer.echo(f"{found['model']}{step}, on {found['data']}")
+    parts = [f"loss {found['loss']:.4f}"]
+    if found["perplexity"] is not None:
+        parts.append(f"perplexity {found['perplexity']:,.4g}")
+    if found["bits_per_byte"] is not None:
+        parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
+    typer.echo(", ".join(parts))
+    samples, tokens, rate = found["num_samples"], found["tokens"], found["tokens_per_s"]
+    of_samples = "" if found["samples_given"] in (None, samples) else f" of {found['samples_given']:,}"
+    counted = f"{samples:,}{of_samples} samples"
+    if tokens is not None and rate is not None:
+        given = "" if found["tokens_given"] is None else f" of {found['tokens_given']:,}"
+        counted = f"{tokens:,}{given} tokens in {counted}, {rate:,.0f} tokens/s"
+    typer.echo(counted)
+    words = [] if found["tokenizer"] is None else [f"tokenizer: {found['tokenizer']}"]
+    words += [] if found["length"] is None else [f"{found['length']:,} tokens in a sample"]
+    typer.echo("; ".join([*words, f"loss on {found['loss_on']}"]))
+
+
+# `bireme generate`: let a model write.
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|FOLDER",
+            help="The folder of a run, of an exported model, or of any transformers model.",
+        ),
+    ],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="The text to continue, or with --chat a message; - reads standard input."),
+    ],
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, max=10**6, help="Most tokens to write.")] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(metavar="T", min=0.0, max=100.0, help="Randomness; 0 always takes the likeliest token."),
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P",
+            min=0.0,
+            max=1.0,
+            help="Draw among the likeliest tokens that together have this probability.",
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Random seed of the draws.")] = 0,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Give the prompt as a message of a user, by the chat template.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes of this machine, each with a part of the model; by default as many as the "
+            "weights need. Under torchrun the processes are those that it starts.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    set_: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Let a model write: continue a prompt, or answer it.
+
+    The model may be larger than the memory of this machine. [dim]bireme generate runs/first-run "def "[/dim]
+    """
+    others = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if others and (workers is not None or prompt == "-"):
+        what = "--workers" if workers is not None else "- as the prompt"
+        raise BiremeError(f"{what} is for one process, but torchrun started several. Leave it out.")
+    is_first = not others or os.environ["RANK"] == "0"
+    if workers is not None:
+        from bireme.runtime.processes import serve_from_here
+
+        serve_from_here("bireme.train.generating")  # so that none of the processes imports it
+    from bireme.report.terminal import progress_bar
+    from bireme.runtime.board import RankFailed
+    from bireme.runtime.world import number_of
+    from bireme.train.generating import TextRequest, hide, show, writer_of
+    from bireme.train.subject import subject_of
+
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    asked = TextRequest(text, tokens, temperature, seed, chat, top_p)
+    count = number_of(os.environ, "WORLD_SIZE") if others else workers
+    try:
+        with progress_bar("loading the model") as progress:
+            subject = subject_of(model, set_ or (), tell)
+            writer = writer_of(subject, asked, progress, workers=count, is_of_many=others)
+        if is_first and not as_json and not chat:
+            show(text)
+        tell_text = hide if as_json else show
+        found = writer.write_with_others(tell_text) if others else writer.write(tell_text)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_STATUS) from None
+    except RankFailed as error:
+        typer.echo(f"\nbireme: {error}", err=True)
+        raise typer.Exit(1) from None
+    if found is not None and as_json:
+        print_json(found.document())
+    elif found is not None:
+        typer.echo()
+        tell(found.speed)
+
+
+# `bireme export`: the most recent weights of a run as a model folder.
+
+
+class ExportFormat(StrEnum):
+    """A format of exported weights."""
+
+    SAFETENSORS = "safetensors"
+    DCP = "dcp"
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
+    merged: Annotated[
+        bool,
+        typer.Option(
+            "--merged",
+            help="Add the adapter of model.lora to its base, and export the whole model.",
+        ),
+    ] = False,
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            help="Files of the weights: safetensors, or dcp for torch.distributed.checkpoint.",
+        ),
+    ] = ExportFormat.SAFETENSORS,
+    as_json: Json = False,
+) -> None:
+    """Export the latest model of a run: a transformers folder, or safetensors with the model's names.
+
+    Of a run with model.lora it is the adapter, as the peft library loads it.
+
+    [dim]bireme export runs/first-run --to model[/dim]
+    """
+    from bireme.model.graph_file import load_graph
+    from bireme.train.checkpoint.checkpoint import newest_good
+    from bireme.train.export import export_checkpoint
+    from bireme.train.folder import RunFolder
+
+    folder = RunFolder.of(run_dir)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise BiremeError(f"{to} already exists and is not empty. Name a new folder.")
+    run = folder.load_run()
+    if merged and run.model.lora.rank is None:
+        raise BiremeError(
+            f"{run_dir} has trained no adapter, so there is nothing to merge. Export the model as it is: "
+            f"bireme export {shlex.quote(str(run_dir))} --to {shlex.quote(str(to))}"
+        )
+    as_dcp = form is ExportFormat.DCP
+    if as_dcp and run.model.lora.rank is not None and not merged and not run.model.lora.merge:
+        raise BiremeError(
+            f"{run_dir} has trained an adapter, which peft reads from safetensors. Leave out --format dcp, "
+            "or add --merged to export the whole model."
+        )
+    checkpoint = newest_good(folder.checkpoints(run), on_bad=tell)
+    if checkpoint is None:
+        raise BiremeError(
+            f"{run_dir} has no checkpoint yet, so there is nothing to export. Train until there is one: "
+            f"bireme resume {shlex.quote(str(run_dir))}"
+        )
+    graph = load_graph(folder.graph)
+    export_checkpoint(run, graph, checkpoint, to.resolve(), merged=merged or None, as_dcp=as_dcp)
+    step = checkpoint.manifest.step
+    if as_json:
+        print_json({"step": step, "folder": str(to), "files": sorted(path.name for path in to.iterdir())})
+        return
+    typer.echo(f"Wrote the model after step {step} to {to}.")
+
+
+# `bireme merge`: the adapter of a run added to its base, as a model folder.
+
+
+def merge(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with model.lora.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
+    as_json: Json = False,
+) -> None:
+    """Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
+
+    [dim]bireme merge runs/chats --to model[/dim]
+    """
+    export(run_dir, to, merged=True, as_json=as_json)
