@@ -15,9 +15,6 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
-import torch
-
-import bireme
 from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
@@ -154,14 +151,7 @@ def checkpoint_of(source: CopySource, shards: Mapping[int, Sequence[KeptShard]])
         )
         for number, one in firsts.items()
     ]
-    manifest = Manifest(
-        step=source.version.step,
-        clip_scale=words[CLIP_SCALE],
-        torch_version=str(torch.__version__),
-        bireme_version=bireme.__version__,
-        files=files,
-        **asdict(meta),
-    )
+    manifest = Manifest.of(meta, source.version.step, words[CLIP_SCALE], files)
     return Checkpoint(Path(f"second copies after step {source.version.step}"), manifest, copies=source)
 
 

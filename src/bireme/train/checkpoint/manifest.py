@@ -7,12 +7,14 @@ found like one in any other file. The record of a run's files (`../folder.py`) i
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+import bireme
 from bireme.bounds import bytes_text
 from bireme.documents import validated
 from bireme.errors import BiremeError
@@ -101,6 +103,15 @@ class Manifest(_Document):
     files: list[FileEntry] = Field(min_length=1)
     record: RecordEntry | None = None
     machines: list[str] = Field(default=[], description="names of machines, if these share no folder")
+
+    @classmethod
+    def of(
+        cls, meta: CheckpointMeta, step: int, clip_scale: float, files: list[FileEntry], **more: Any
+    ) -> Self:
+        """The manifest of a checkpoint that this Bireme makes."""
+        known: dict[str, Any] = {"step": step, "clip_scale": clip_scale, "files": files, **asdict(meta)}
+        versions = {"torch_version": version("torch"), "bireme_version": bireme.__version__}
+        return cls(**known | versions | more)
 
     @model_validator(mode="after")
     def _check_machines(self) -> Self:

@@ -17,10 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
-import bireme
 from bireme.errors import BiremeError
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import Store
@@ -174,16 +172,8 @@ def _manifest(draft: _CheckpointDraft, files: list[FileEntry]) -> Manifest:
     record = None
     if draft.record is not None:
         record = RecordEntry(num_bytes=len(draft.record), sha256=hashlib.sha256(draft.record).hexdigest())
-    return Manifest(
-        step=draft.step,
-        clip_scale=draft.clip_scale,
-        torch_version=str(torch.__version__),
-        bireme_version=bireme.__version__,
-        files=files,
-        record=record,
-        machines=[*draft.machines],
-        **{one.name: getattr(draft.meta, one.name) for one in dataclasses.fields(draft.meta)},
-    )
+    more = {"record": record, "machines": [*draft.machines]}
+    return Manifest.of(draft.meta, draft.step, draft.clip_scale, files, **more)
 
 
 def _matching_files(draft: _CheckpointDraft, reports: Sequence[PartReport]) -> list[FileEntry]:

@@ -164,10 +164,6 @@ def _codec(value: str) -> str:
     return str(parsed(value, parse_codec))
 
 
-def _codec_or_auto(value: str) -> str:
-    return AUTO if value.strip().lower() == AUTO else _codec(value)
-
-
 def _boundary(value: str) -> str:
     first, dash, second = value.strip().partition("-")
     if not dash or not first.isdecimal() or not second.isdecimal() or int(second) != int(first) + 1:
@@ -176,7 +172,9 @@ def _boundary(value: str) -> str:
 
 
 Codec = Annotated[str, AfterValidator(_codec)]
-CodecOrAuto = Annotated[str, AfterValidator(_codec_or_auto)]
+CodecOrAuto = Annotated[
+    str, AfterValidator(lambda value: AUTO if value.strip().lower() == AUTO else _codec(value))
+]
 
 
 class BoundaryLinks(Table):

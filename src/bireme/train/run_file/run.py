@@ -10,19 +10,19 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, model_validator
+from pydantic import model_validator
 
-from bireme.documents import Advise, read_toml, validated
+from bireme.documents import read_toml, validated
 from bireme.errors import BiremeError, closest
 from bireme.train.run_file.checks import check_together
 from bireme.train.run_file.defaults import with_model_defaults
 from bireme.train.run_file.tables import Tables
-from bireme.train.run_file.text import advice, toml_value
+from bireme.train.run_file.text import advice, known_keys, toml_value
 
 # `--set table.key=value`: sets single keys of a document from the command line.
 #
@@ -37,30 +37,28 @@ _INSTEAD = {
 """Keys of which a setting replaces the other one, in the document and in settings before it."""
 
 
-def with_settings(
-    data: Mapping[str, Any], texts: Sequence[str], model: type[BaseModel], advise: Advise
-) -> dict[str, Any]:
-    """`data`, a document that fits `model`, with each `table.key=value` of `texts` put in, in this order.
+def with_settings(data: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """`data`, tables of a run file, with each `table.key=value` of `texts` put in, in this order.
 
     A value is read as TOML has it, and is taken as a string where it is none. An empty one takes the key
-    out of the document, so that its default holds. `advise` is asked about keys that are not known.
+    out of the document, so that its default holds.
     """
     merged = deepcopy(dict(data))
     for text in texts:
-        path, value = _parsed(text, model, advise)
+        path, value = _parsed(text)
         if value is None:
             _remove(merged, path)
             continue
         alone: dict[str, Any] = {}
         _put(alone, path, value)
-        validated(alone, model, source=f"--set {text}", advise=advise)
+        validated(alone, Tables, source=f"--set {text}", advise=advice)
         _put(merged, path, value)
         if path in _INSTEAD:
             _remove(merged, _INSTEAD[path])
     return merged
 
 
-def _parsed(text: str, model: type[BaseModel], advise: Advise) -> tuple[tuple[str, ...], Any]:
+def _parsed(text: str) -> tuple[tuple[str, ...], Any]:
     """The keys that lead to a value, and the value; None takes the key out."""
     try:
         text.encode()
@@ -71,11 +69,11 @@ def _parsed(text: str, model: type[BaseModel], advise: Advise) -> tuple[tuple[st
     if not equals or not name:
         missing = "key before the equals sign" if equals else "equals sign"
         raise BiremeError(
-            f"--set {text} is not of the form table.key=value, such as {_key_names(model)[0]}=…. The "
+            f"--set {text} is not of the form table.key=value, such as {known_keys()[0]}=…. The "
             f"{missing} is missing."
         )
     path = tuple(name.split("."))
-    _check_known(path, model, text, advise)
+    _check_known(path, text)
     return path, _value(value) if value.strip() else None
 
 
@@ -90,14 +88,14 @@ def _value(text: str) -> Any:
     return text if len(found) > 1 or is_date else value
 
 
-def _check_known(path: tuple[str, ...], model: type[BaseModel], text: str, advise: Advise) -> None:
-    name, names = ".".join(path), _key_names(model)
+def _check_known(path: tuple[str, ...], text: str) -> None:
+    name, names = ".".join(path), (*known_keys(), "format")
     if name in names:
         return
     within = [known for known in names if known.startswith(f"{name}.")]
     if within:
         raise BiremeError(f"--set {text} names a whole table. Set one of its keys, such as {within[0]}=….")
-    raise BiremeError(f"--set {text} has an unknown key {name!r}. {advise(path) or _nearest(path, names)}")
+    raise BiremeError(f"--set {text} has an unknown key {name!r}. {advice(path) or _nearest(path, names)}")
 
 
 def _nearest(path: tuple[str, ...], names: Sequence[str]) -> str:
@@ -108,20 +106,6 @@ def _nearest(path: tuple[str, ...], names: Sequence[str]) -> str:
     if beside:
         return closest(".".join(path), beside)
     return closest(path[0], {known.split(".")[0] for known in names})
-
-
-def _key_names(model: type[BaseModel]) -> list[str]:
-    """All keys that can be set, as they are written: `table.key`; those without a table last."""
-    return sorted(_walk(model, ""), key=lambda name: "." not in name)
-
-
-def _walk(model: type[BaseModel], beginning: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _walk(inner, f"{beginning}{name}.")
-        else:
-            yield f"{beginning}{name}"
 
 
 def _put(document: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -198,7 +182,7 @@ def _load(
         _check_name(path)
         # Keys that the file leaves out must stay out: some defaults give way to other keys.
         given = read_toml(path, Tables, advice).model_dump(exclude_unset=True, exclude_none=True)
-    merged = with_settings(given, sets, Tables, advice)
+    merged = with_settings(given, sets)
     try:
         return complete(validated(merged, kind, source="The run"))
     except BiremeError as error:
@@ -234,59 +218,31 @@ def _check_name(path: Path) -> None:
 # absolute paths, and for what lies in its own folder paths within that, which stay right when it is moved.
 
 
-class _Place(NamedTuple):
-    """A value with a path in it, in three parts."""
-
-    before: str
-    path: str
-    after: str
-
-
-FUNCTION = re.compile(r"((?:python:)?)(.+\.py)(:\w+)")
-DATASET = re.compile(r"(hf:)([^,]+)(.*)")
-MODULE = re.compile(r"(?:python:)?[A-Za-z_][\w.]*:\w+")
-
-
-def _plain(text: str) -> _Place:
-    return _Place("", text, "")
-
-
-def _of_model(text: str) -> _Place | None:
-    return _Place("hf:", text.removeprefix("hf:"), "") if text.startswith("hf:") else _of_function(text)
-
-
-def _of_function(text: str) -> _Place | None:
-    found = FUNCTION.fullmatch(text)
-    return None if found is None else _Place(found[1], found[2], found[3])
-
-
-def _of_data(text: str) -> _Place | None:
-    found = FUNCTION.fullmatch(text) or DATASET.fullmatch(text)
-    if found is not None:
-        return _Place(found[1], found[2], found[3])
-    return None if text == "stdlib" or MODULE.fullmatch(text) else _plain(text)
-
-
-def _of_tokenizer(text: str) -> _Place | None:
-    return None if text in ("bytes", "auto") else _plain(text)
-
+_PLAIN = re.compile(r"()(.+)()", re.DOTALL)
+_FOLDER = re.compile(r"(hf:)(.*)()", re.DOTALL)
+_FUNCTION = re.compile(r"((?:python:)?)(.+\.py)(:\w+)")
+_DATASET = re.compile(r"(hf:)([^,]+)(.*)")
+_FILE = re.compile(r"()(?!stdlib\Z|(?:python:)?[A-Za-z_][\w.]*:\w+\Z)(.+)()", re.DOTALL)
+_TOKENIZER = re.compile(r"()(?!(?:bytes|auto)\Z)(.+)()", re.DOTALL)
 
 DATA_SOURCE = ("data", "source")
 PROFILES = ("plan", "profiles")
 
-KEYS: dict[tuple[str, str], Callable[[str], _Place | None]] = {
-    ("model", "source"): _of_model,
-    ("model", "weights"): _plain,
-    ("model", "loss"): _of_function,
-    DATA_SOURCE: _of_data,
-    ("data", "evaluation_source"): _of_data,
-    ("data", "tokenizer"): _of_tokenizer,
-    ("plan", "file"): _plain,
-    ("memory", "disk"): _plain,
-    ("cluster", "source"): _plain,
-    ("log", "folder"): _plain,
+KEYS = {
+    ("model", "source"): (_FOLDER, _FUNCTION),
+    ("model", "weights"): (_PLAIN,),
+    ("model", "loss"): (_FUNCTION,),
+    DATA_SOURCE: (_FUNCTION, _DATASET, _FILE),
+    ("data", "evaluation_source"): (_FUNCTION, _DATASET, _FILE),
+    ("data", "tokenizer"): (_TOKENIZER,),
+    ("plan", "file"): (_PLAIN,),
+    ("memory", "disk"): (_PLAIN,),
+    ("cluster", "source"): (_PLAIN,),
+    ("log", "folder"): (_PLAIN,),
 }
-"""Each key that may name a path, and how to find it in the value."""
+"""Each key that may name a path, and the forms of a value with one: what comes before it, the path, what comes
+after it. The first form that fits counts.
+"""
 
 HERE = "./"
 
@@ -393,6 +349,6 @@ def _placed(
     key: tuple[str, str], text: str, placed: Callable[[tuple[str, str], str], str | None]
 ) -> str | None:
     """A value with its path as `placed` has it; None if it has none, or that is to stay."""
-    place = KEYS[key](text)
-    path = None if place is None else placed(key, place.path)
-    return None if place is None or path is None else f"{place.before}{path}{place.after}"
+    found = next(filter(None, (form.fullmatch(text) for form in KEYS[key])), None)
+    path = None if found is None else placed(key, found[2])
+    return None if found is None or path is None else f"{found[1]}{path}{found[3]}"
