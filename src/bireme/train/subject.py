@@ -1,4 +1,4 @@
-"""What `bireme evaluate` and `bireme generate` take: a run, or a folder with a model; its parts that write."""
+"""What `bireme evaluate` and `bireme generate` take: a run, or a folder with a model, and its parts."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -240,7 +240,7 @@ KEYS = {
     ("cluster", "source"): (_PLAIN,),
     ("log", "folder"): (_PLAIN,),
 }
-"""Each key that may name a path, and the forms of a value with one: what comes before it, the path, what comes
+"""Each key that may name a path, and the forms of a value with a path: what is before it, the path, what is
 after it. The first form that fits counts.
 """
 
