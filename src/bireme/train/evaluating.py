@@ -36,7 +36,7 @@ from bireme.train.machines import Machines, machines_here
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
-from bireme.train.subject import Subject, room_on
+from bireme.train.subject import Subject, num_bytes_of, num_gpus_for, room_on
 
 # What an evaluation takes of its data, and the figures that follow from its loss.
 #
@@ -132,27 +132,20 @@ class EvaluationSet:
 
     def figures(self, found: Evaluation, seconds: float, tokenizer: Tokenizer | None) -> Figures:
         """What follows from the loss over all of the batches."""
-        if not self._is_text():
+        sample = self._samples.take([0])
+        ids, labels = sample.get(_IDS), sample.get(_LABELS)
+        if ids is None or labels is None or ids.shape != labels.shape:  # the model predicts something else
             return Figures(found.loss, None, None, None, None)
         if found.weight not in self._counts:
             self._counts[found.weight] = self._count(found.weight, tokenizer)
         text = self._counts[found.weight]
-        tokens = found.num_samples * self._length() if text is None else text.tokens
+        tokens = found.num_samples * int(ids.shape[1]) if text is None else text.tokens
         bits = None
         if text is not None and text.num_bytes:
             bits = found.loss * text.tokens / text.num_bytes / math.log(2)
         return Figures(
             found.loss, _perplexity(found.loss), bits, tokens, tokens / seconds if seconds > 0 else None
         )
-
-    def _is_text(self) -> bool:
-        """Whether the model predicts the tokens that it reads."""
-        sample = self._samples.take([0])
-        ids, labels = sample.get(_IDS), sample.get(_LABELS)
-        return ids is not None and labels is not None and ids.shape == labels.shape
-
-    def _length(self) -> int:
-        return int(self._samples.take([0], (_IDS,))[_IDS].shape[1])
 
     def _count(self, weight: float, tokenizer: Tokenizer | None) -> "_Text | None":
         """The text that the loss is the mean over, if its labels tell which it is.
@@ -244,11 +237,6 @@ class RunEvaluations:
         self.step = -1
         self._data = data
         self._sets = {} if data.evaluation is None else sets_of_run(run, data.evaluation)
-
-    @property
-    def has_data(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return self._data.evaluation is not None
 
     def evaluate(self, pipeline: Pipeline, step: int) -> dict[str, object]:
         """Evaluate after so many steps; gives what the log is told."""
@@ -423,28 +411,20 @@ def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
 
 def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines, int]:
     """The devices of this machine to evaluate on, and how many of them."""
-    num_cuda, num_units = num_accelerators(), len(units_of(graph))
-    needed = workers or (_least(graph, num_cuda) if num_cuda and run.cluster.device != "cpu" else 1)
+    held, num_units = num_bytes_of(graph), len(units_of(graph))
+    needed = workers or num_gpus_for(run, held)
+    if workers is None and needed > max(num_cuda := num_accelerators(), 1):
+        room = num_cuda * min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num_cuda))
+        raise BiremeError(
+            f"The weights take {held / 2**30:.1f} GiB, and the {num_cuda} GPUs here have room for "
+            f"{room / 2**30:.1f} GiB of them. Use --set model.dtype=bfloat16 or --set cluster.device=cpu."
+        )
     if needed > num_units:
         raise BiremeError(
             f"The model has {num_units} units, which are too few for {needed} workers: each needs one. Ask "
             "for fewer workers."
         )
     return machines_here(run.with_keys("cluster", source=None, workers=needed)), needed
-
-
-def _least(graph: Graph, num_cuda: int) -> int:
-    """How many GPUs have room for the weights."""
-    held = sum(state.num_bytes for state in (*graph.parameters, *graph.buffers))
-    room = min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num_cuda))
-    needed = max(1, -int(-held // room))
-    if needed > num_cuda:
-        raise BiremeError(
-            f"The weights take {held / 2**30:.1f} GiB, and the {num_cuda} GPUs here have room for "
-            f"{num_cuda * room / 2**30:.1f} GiB of them. Use --set model.dtype=bfloat16 or --set "
-            "cluster.device=cpu."
-        )
-    return needed
 
 
 _Measured = tuple[dict[str, Evaluation], float]

@@ -42,6 +42,8 @@ from bireme.train.subject import (
     DividedModel,
     PartPlace,
     Subject,
+    num_bytes_of,
+    num_gpus_for,
     reading_speed,
     room_on,
 )
@@ -145,6 +147,10 @@ class _Task:
     cuts: tuple[int, ...] | None = None
     graph: Path | None = None
 
+    def choice(self) -> Choice:
+        """Chooses the tokens of the text."""
+        return Choice(self.asked, self.num_tokens, self.ends)
+
 
 @dataclass(frozen=True, slots=True)
 class TextWriter:
@@ -220,8 +226,9 @@ def writer_of(
     context = None if config is None else context_of(config.to_dict())
     decoder = decoder_of(model.source.model)
     states = _states(subject, model)
-    num_bytes = sum(state.num_bytes for state in (*states.parameters, *states.buffers))
-    count, device = workers or _num_needed(run, num_bytes), _device_for(run, num_bytes)
+    num_bytes = num_bytes_of(states)
+    needed, device = num_gpus_for(run, num_bytes), _device_for(run, num_bytes)
+    count = workers or (needed if needed <= num_accelerators() else 1)
     is_whole = count == 1 and num_bytes <= room_on(device)
     if decoder is not None and decoder.layers is None and not is_whole:
         decoder = None
@@ -260,7 +267,7 @@ def _written(
     """The text, on rank 0."""
     text, begin_s = _Text(tokenizer, task.first, tell), perf_counter()
     ids, first_s = list[int](), 0.0
-    for number in continued(part, task.first, _choice(task), task.asked.num_tokens, line):
+    for number in continued(part, task.first, task.choice(), task.asked.num_tokens, line):
         first_s = first_s or perf_counter() - begin_s
         ids.append(text.add(number))
     how = f"{counted(task.num_processes, 'process')} {part.how}"
@@ -280,10 +287,6 @@ def _written(
     )
 
 
-def _choice(task: _Task) -> Choice:
-    return Choice(task.asked, task.num_tokens, task.ends)
-
-
 def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
     """The work of each process: load its part of the model, and let the tokens through."""
     model, device = RunModel.of(task.run, 1), world.device
@@ -300,7 +303,7 @@ def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
         line.meet()
         if world.rank == 0:
             return _written(task, _tokenizer_of(model), part, line, tell)
-        for _ in continued(part, task.first, _choice(task), task.asked.num_tokens, line):
+        for _ in continued(part, task.first, task.choice(), task.asked.num_tokens, line):
             pass
     except BrokenPipeError:  # the reader of the text has enough
         raise KeyboardInterrupt from None
@@ -413,17 +416,6 @@ class _Text:
         text = self._tokenizer.decode(self._ids)
         self._tell(text[len(self._told) :])
         return text[self._begin :]
-
-
-# The memory that weights have.
-
-
-def _num_needed(run: RunFile, num_bytes: int) -> int:
-    """The GPUs of this machine that have room for the weights together; 1 if they have not."""
-    if _device(run).type == "cpu":
-        return 1
-    needed = max(1, -int(-num_bytes // room_on(_device(run))))
-    return needed if needed <= num_accelerators() else 1
 
 
 def _device_for(run: RunFile, num_bytes: int) -> torch.device:

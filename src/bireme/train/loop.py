@@ -7,7 +7,7 @@ same everywhere: when to stop, which steps did not count. Only rank 0 writes the
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -122,16 +122,19 @@ class Loop:
                 if self._switch is not None and self.step >= self._switch.step:
                     self._switch_schedule(self._switch)
                 self._train_until(self._window_end())
-                if self._ends is None:
-                    self._evaluate_if_due()
+                every = self.run.training.evaluate_every
+                if self._ends is None and every and (self.step % every == 0 or self.step == steps):
+                    self._evaluate()
         if self.step >= steps:
             self._reason = Reason.NONE  # who asked to stop has come too late
         is_done = self._reason in (Reason.NONE, Reason.TIME) and not self._is_to_replan
         if is_done and self._evaluations.step != self.step:
             self._evaluate()
-        is_whole = self._averaging is not None or not self._depends_on_drains
+        # With trial versions what is learned depends on where the pipeline is drained. A run that was stopped
+        # then goes on from a moment when it was full, and drains where one does that never stopped.
+        is_whole = self._averaging is not None or self.pipeline.plan.source.rule is not Rule.FRESH
         if self.run.checkpoint.at_end if is_done else is_whole:
-            self._save()
+            self._checkpoints.save(self.pipeline, self.step)
         self._checkpoints.finish(self.pipeline, self.step)
         if is_done and self.run.checkpoint.at_end:
             self._checkpoints.insist(self.pipeline, self.step, self.warn)
@@ -191,15 +194,6 @@ class Loop:
             return end
         marks = (self._record_from, self._recorded_end) if self._recorded_end < steps else ()
         return min([end, *(mark for mark in marks if self._to_record and mark > self.step)])
-
-    @property
-    def _depends_on_drains(self) -> bool:
-        """Whether what is learned depends on where the pipeline is drained, as it does with trial versions.
-
-        A run that was stopped then goes on from a moment when it was full, and drains where one does that
-        never stopped.
-        """
-        return self.pipeline.plan.source.rule is Rule.FRESH
 
     def _recorded_first(self) -> int:
         rule = self.pipeline.plan.source.rule
@@ -264,7 +258,7 @@ class Loop:
         if meeting.reason > Reason.SAVE:
             self._reason, self._ends = meeting.reason, self.step
         elif meeting.reason is Reason.SAVE or self._checkpoints.is_due(self.step):
-            self._save()
+            self._checkpoints.save(self.pipeline, self.step)
         if self._copies is not None and replica.leads:
             ready = self.pipeline.gather([float(self._copies.is_ready)])
             if all(row[0] for row in ready):
@@ -272,14 +266,8 @@ class Loop:
 
     def _tell_recoveries(self, healed: Mapping[int, HealTimes], step: int) -> None:
         for one in () if self._member is None else self._member.recoveries(healed, step):
-            self.tell(
-                "recovery",
-                step,
-                replica=one.replica,
-                detect_s=one.detect_s,
-                transfer_s=one.transfer_s,
-                catch_up_s=one.catch_up_s,
-            )
+            values = asdict(one)
+            self.tell("recovery", values.pop("step"), **values)
 
     def _batches(self, end: int) -> Iterator[PartlyRead]:
         """The batches of a window. It ends early where the ranks have agreed to stop."""
@@ -326,9 +314,9 @@ class Loop:
             # No rank has read further than this, and what was read is still trained on.
             self._reason, self._ends = reason, step + self.pipeline.read_ahead
             if reason is not Reason.TIME:
-                self._save()  # now, for the time that is left is unknown
+                self._checkpoints.save(self.pipeline, self.step)  # now, for the time that is left is unknown
         elif self._checkpoints.is_due(step) or reason is Reason.SAVE:
-            self._save()
+            self._checkpoints.save(self.pipeline, self.step)
             if self._replicas.slow is not None and self._ends is None:
                 self._ends = step + self.pipeline.read_ahead
 
@@ -364,16 +352,8 @@ class Loop:
             **replica,
         }
 
-    def _save(self) -> None:
-        self._checkpoints.save(self.pipeline, self.step)
-
-    def _evaluate_if_due(self) -> None:
-        every = self.run.training.evaluate_every
-        if every and (self.step % every == 0 or self.step == self.run.training.steps):
-            self._evaluate()
-
     def _evaluate(self) -> None:
-        if not self._evaluations.has_data:
+        if self._part.data.evaluation is None:
             return
         told = self._evaluations.evaluate(self.pipeline, self.step)
         if self._evaluations.figures is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bireme.bounds import counted
 from bireme.cluster.machine import available_bytes
-from bireme.devices import properties_of
+from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
 from bireme.errors import BiremeError
 from bireme.model.decoder import Decoder, DecoderLayers
 from bireme.model.graph import Graph, Reference, Value, evaluate
@@ -51,6 +51,21 @@ _DISK_SLOWNESS = 20
 def room_on(device: torch.device) -> float:
     """The bytes that weights may take on a device."""
     return _FILLED * (available_bytes() if device.type == "cpu" else properties_of(device).memory_bytes)
+
+
+def num_bytes_of(states: Graph) -> int:
+    """The bytes of all weights of a model."""
+    return sum(state.num_bytes for state in (*states.parameters, *states.buffers))
+
+
+def num_gpus_for(run: RunFile, num_bytes: int) -> int:
+    """How many GPUs like those of this machine have room for so many bytes of weights; 1 if the run computes
+    on CPUs.
+    """
+    if not (num := num_accelerators()) or run.cluster.device == "cpu":
+        return 1
+    room = min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num))
+    return max(1, -int(-num_bytes // room))
 
 
 @dataclass(frozen=True, slots=True)
