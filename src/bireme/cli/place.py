@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -480,7 +480,12 @@ def check_split(
         wrong = f"The file claims {claimed:.9g} for {aim}, but the placement has {verdict.value:.9g}."
         verdict = replace(verdict, problems=(*verdict.problems, wrong))
     if split.objective in (None, aim):
-        wrong_loads = _wrong_loads(workload, split, verdict)
+        loads = zip(device_names(workload), split.loads, verdict.loads, strict=False)
+        wrong_loads = (
+            f"The file claims a load of {own:.9g} for {name}, but it is {load:.9g}."
+            for name, own, load in loads
+            if not math.isclose(own, load, rel_tol=SAME, abs_tol=NOTHING)
+        )
         verdict = replace(verdict, problems=(*verdict.problems, *wrong_loads))
     pieces = split.pieces if aim is Objective.LATENCY else ()
     show(
@@ -500,13 +505,6 @@ def _verdict(
     from bireme.placement.check import check
 
     return check(workload, split.devices, objective, pieces=split.pieces or None, **rules)
-
-
-def _wrong_loads(workload: Workload, split: "WrittenSplit", verdict: "PlacementVerdict") -> Iterator[str]:
-    """A sentence for each device whose load is not what the file claims."""
-    for name, claimed, load in zip(device_names(workload), split.loads, verdict.loads, strict=False):
-        if not math.isclose(claimed, load, rel_tol=SAME, abs_tol=NOTHING):
-            yield f"The file claims a load of {claimed:.9g} for {name}, but it is {load:.9g}."
 
 
 def _confirmed(workload: Workload, placement: Placement, num_pieces: int) -> "PlacementVerdict":

@@ -266,7 +266,9 @@ class Attendance(Interruptible):
         while True:
             if (status := self._interrupted()) is not None:
                 return status
-            self._start_keeper()
+            if self._keeper is not None and self._keeper_address is None:
+                self._keeper_address = self._keeper.started()
+                self._keeper_is_there.set()
             if not self._restart_killed():
                 return 1
             answer = self._beat()
@@ -295,7 +297,11 @@ class Attendance(Interruptible):
             if is_idle and silent_s > _ALONE_S:
                 self._tell(f"The coordinator at {_place(self._address)} has not answered for {_ALONE_S:g} s.")
                 return self._own_status
-            self._wake.wait(_SOON_S if self._is_changing else _BEAT_S)
+            # Another phase may begin at any time if one is ready, or stops.
+            is_changing = any(
+                (one.forecast and not one.goes) or one.is_stopping for one in self._phases.values()
+            )
+            self._wake.wait(_SOON_S if is_changing else _BEAT_S)
             self._wake.clear()
 
     @property
@@ -303,11 +309,6 @@ class Attendance(Interruptible):
         """The status of the newest phase here."""
         found = self._phases[max(self._phases)].statuses() if self._phases else None
         return max(map(abs, found), default=1) if found is not None else 1
-
-    @property
-    def _is_changing(self) -> bool:
-        """Whether another phase may begin at any time."""
-        return any((one.forecast and not one.goes) or one.is_stopping for one in self._phases.values())
 
     def _follow(self, answer: dict[str, Any]) -> None:
         """Start, stop and end processes as the coordinator says."""
@@ -335,9 +336,10 @@ class Attendance(Interruptible):
         """Start a launcher again that was killed, if its machine may return. False if it was killed too
         often.
         """
-        for one in tuple(self._phases.values()):
+        may_return = not self._num_interrupts and self.orders is not None and self.orders.run.can_return
+        for one in tuple(self._phases.values()) if may_return else ():
             statuses = one.statuses()
-            if statuses is None or min(statuses) >= 0 or not self._may_return or one.is_stopping:
+            if statuses is None or min(statuses) >= 0 or one.is_stopping:
                 continue
             is_short = time.monotonic() - one.since_s < _SHORT_S
             self._num_kills = self._num_kills + 1 if is_short else 1
@@ -378,10 +380,6 @@ class Attendance(Interruptible):
         self.offer = replace(self.offer, instance=secrets.token_hex(8))
         self._leaves_s = None
 
-    @property
-    def _may_return(self) -> bool:
-        return not self._num_interrupts and self.orders is not None and self.orders.run.can_return
-
     def _interrupted(self) -> int | None:
         """Act on interrupts; the exit status if nothing is left to do."""
         if self._is_leaving and not self._phases:
@@ -421,11 +419,6 @@ class Attendance(Interruptible):
         if not self._keeper_is_there.wait(_KEEPER_S) or self._keeper_address is None:
             raise BiremeError("The keeper of second copies does not start; the output above may say why.")
         return self._keeper_address
-
-    def _start_keeper(self) -> None:
-        if self._keeper is not None and self._keeper_address is None:
-            self._keeper_address = self._keeper.started()
-            self._keeper_is_there.set()
 
     def _show(self, phase: int, stream: str, text: str) -> None:
         self._out(stream, text)

@@ -78,16 +78,12 @@ def micro_batches(run: RunFile) -> list[int]:
         return [asked.micro_batch]
     if asked.microbatches is not None:
         widths = [asked.width] if asked.width is not None else range(1, batch // asked.microbatches + 1)
-        sizes = {batch // (width * asked.microbatches) for width in widths if _divides(width, run)}
+        parts = [width * asked.microbatches for width in widths]
+        sizes = {batch // one for one in parts if batch % one == 0}
         return sorted(sizes)[-4:] or [1]
     largest = asked.largest_batch
     powers = [1 << power for power in range(min(_LARGEST_MEASURED, largest or batch).bit_length())]
     return powers if largest is not None else [size for size in powers if batch % size == 0]
-
-
-def _divides(width: int, run: RunFile) -> bool:
-    assert run.plan.microbatches is not None
-    return run.training.batch_size % (width * run.plan.microbatches) == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,13 +145,15 @@ def _export(
     graph = replace(graph, parameters=tuple(state.unpacked for state in graph.parameters))
     with new_folder(to) as draft:
         if adapter is not None:
-            adapter.save(weights, draft, base=_base_of(run))
+            source = run.model.source  # where the weights lie that it belongs to, as peft looks for them
+            base = str(Path(source[3:]).resolve()) if source.startswith("hf:") else source
+            adapter.save(weights, draft, base=base)
         elif run.model.source.startswith("hf:"):
             entries, tensors = in_form_of_transformers(run, graph, weights, draft)
             write(entries, tensors, draft)
         else:
-            states = (*graph.parameters, *graph.buffers)
-            entries = [_entry(state) for state in states if state.name in weights]
+            states = [one for one in (*graph.parameters, *graph.buffers) if one.name in weights]
+            entries = [TensorEntry(name=one.name, dtype=one.dtype, shape=[*one.shape]) for one in states]
             write(entries, weights, draft)
         about = {"format": 1, "model": run.model.source, "step": step, **_length(graph)}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -161,16 +163,6 @@ def _length(graph: Graph) -> dict[str, int]:
     """The tokens of the samples that a model of token ids was trained on."""
     ids = next((value for value in graph.inputs if value.name == "input_ids" and len(value.shape) == 2), None)
     return {} if ids is None else {"length": evaluate(ids.shape[1], 1)}
-
-
-def _base_of(run: RunFile) -> str:
-    """Where the weights lie that an adapter belongs to, as peft looks for them."""
-    kind, _, rest = run.model.source.partition(":")
-    return str(Path(rest).resolve()) if kind == "hf" else run.model.source
-
-
-def _entry(state: ModelState) -> TensorEntry:
-    return TensorEntry(name=state.name, dtype=state.dtype, shape=list(state.shape))
 
 
 def _write_dcp(entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor], to: Path) -> None:

@@ -200,25 +200,14 @@ def sharing_of(
     limits.check(batch_size)
     policy = Policy(run.balance.margin, run.balance.every_steps)
     return Sharing(
-        first=_plain_shares(plan, batch_size, limits),
+        # The shares that the plan has, which may not know of this size of a batch.
+        first=in_proportion(batch_size, plan.micro_batch_sizes or (1,) * plan.width, limits),
         limits=limits,
         policy=policy if mode == "measured" and plan.width > 1 else None,
-        lead=_lead(run, samples),
+        # Samples that only have to be read are read by the pipeline. Others are made ahead of time, as many
+        # batches as may be ready or under way.
+        lead=0 if samples.is_quick else run.data.prefetch + run.data.num_workers,
     )
-
-
-def _plain_shares(plan: Plan, batch_size: int, limits: ShareLimits) -> Shares:
-    """The shares that a plan has, which may not know of this size of a batch."""
-    return in_proportion(batch_size, plan.micro_batch_sizes or (1,) * plan.width, limits)
-
-
-def _lead(run: RunFile, samples: Samples) -> int:
-    """How many batches earlier than the pipeline reads them the shares must be known.
-
-    Samples that only have to be read are read then. Others are made ahead of time, as many batches as may be
-    ready or under way.
-    """
-    return 0 if samples.is_quick else run.data.prefetch + run.data.num_workers
 
 
 def share_limits(saved: SavedPlan, profile: Profile | None, batch_size: int, *, grows: bool) -> ShareLimits:

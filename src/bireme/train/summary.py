@@ -146,6 +146,7 @@ def summary_of(
     plan, forecast, log = saved.plan, saved.forecast, _log(folder)
     shared = () if log is None else log.shares
     ranks = _ranks(prepared, outcomes)
+    busy = [one.own.busy_share for one in outcomes if one.own.busy_share is not None]
     found = {
         "steps": own.steps,
         **{name: _finite(getattr(own, name)) for name in _FIGURES},
@@ -153,7 +154,7 @@ def summary_of(
         "measured_batch_s": own.batch_s,
         "predicted_bubble": None if forecast is None else 1 - forecast.busy_share,
         "profile_spread": None if prepared.profile is None else prepared.profile.spread,
-        "bubble": _bubble(outcomes),
+        "bubble": 1 - fmean(busy) if busy else None,
         "stages": _stages(prepared, outcomes),
         "ranks": ranks,
         "links": _links(prepared, outcomes),
@@ -227,11 +228,6 @@ def _membership(shared: Sequence[Shared]) -> list[dict[str, Any]]:
         if not found or found[-1]["members"] != members:
             found.append({"step": one.step, "members": members})
     return found
-
-
-def _bubble(outcomes: list[Outcome]) -> float | None:
-    shares = [one.own.busy_share for one in outcomes if one.own.busy_share is not None]
-    return 1 - fmean(shares) if shares else None
 
 
 def _kept(ranks: Sequence[dict[str, Any]], own: Outcome) -> list[str]:

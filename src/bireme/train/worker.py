@@ -9,14 +9,13 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from bireme.balance import Shares, StageWatch, grown_shares, shares_by_times
+from bireme.balance import Shares, grown_shares, shares_by_times
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import get_ready
 from bireme.errors import BiremeError
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph
 from bireme.model.weights import Weights
-from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan, load_plan, read_windows
 from bireme.profile.profile import Profile
 from bireme.report.timeline_document import write_recorded
@@ -228,6 +227,9 @@ def _trained(part: RankPart) -> Outcome:
         pipeline.restore(checkpoint.snapshot())
     if isinstance(part.member, AveragingReplica):
         part.member.join(pipeline)
+    watch = None  # what tells slow stages, where busy seconds are known
+    if pipeline.balancer is not None:
+        watch = stage_watch_of(saved.plan, part.cluster, sample_seconds(saved.plan, part.profile))
     loop: Loop | None = None
 
     def note(event: CheckpointEvent) -> None:
@@ -245,7 +247,7 @@ def _trained(part: RankPart) -> Outcome:
             writer,
             log=log,
             later=later,
-            watch=_stage_watch(part, saved.plan, pipeline),
+            watch=watch,
         )
         del pipeline  # the loop may have another one later, and no room for two
         if isinstance(part.member, Replica):
@@ -400,10 +402,3 @@ def _checkpoint(start: RunStart) -> Checkpoint | None:
     if start.checkpoint is None:
         return None
     return replace(open_checkpoint(start.checkpoint), passed_over=start.passed_over, holders=start.holders)
-
-
-def _stage_watch(part: RankPart, plan: Plan, pipeline: Pipeline) -> StageWatch | None:
-    """What tells slow stages, where busy seconds are known."""
-    if pipeline.balancer is None:
-        return None
-    return stage_watch_of(plan, part.cluster, sample_seconds(plan, part.profile))

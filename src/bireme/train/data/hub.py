@@ -352,7 +352,8 @@ def library_rows(text: str, column: str | None = None, files: Sequence[Path] = (
         return _saved(datasets, asked, path, column)
     if path.exists():
         return _opened(datasets, asked, path, column, files)
-    if not _is_name(asked.name):
+    words = asked.name.split("/")
+    if len(words) > 2 or not all(one and one[0] not in ".~" for one in words):
         raise BiremeError(
             f"There is no file or folder {asked.name} to take a dataset from, and a name on the Hugging "
             "Face Hub is like imdb or owner/name."
@@ -393,11 +394,6 @@ def _asked(text: str) -> _Asked:
     if not name.strip():
         raise BiremeError(f"{text} names no dataset. Write it like hf:owner/name,split=train.")
     return _Asked(text, name.strip(), streaming == "true", **given)
-
-
-def _is_name(text: str) -> bool:
-    parts = text.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def _saved(datasets: Any, asked: _Asked, folder: Path, column: str | None) -> SavedRows:

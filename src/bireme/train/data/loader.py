@@ -222,13 +222,10 @@ class _Ahead:
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
 
-    def _is_wanted(self) -> bool:
-        return not self._is_closed
-
     def _run(self) -> None:
         batches: Iterator[PartlyRead] | None = None
         try:
-            batches = self._source(self._is_wanted)
+            batches = self._source(lambda: not self._is_closed)
             for batch in batches:
                 if not self._keep(batch):
                     break

@@ -1,5 +1,7 @@
 """`[plan]` of a run file: what is asked of the plan, and the tables beside it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -160,8 +162,9 @@ def _bytes(amount: str, key: str) -> int | None:
 # `[links]` of a run file: how what crosses the boundaries between stages becomes fewer bytes.
 
 
-def _codec(value: str) -> str:
-    return str(parsed(value, parse_codec))
+def auto_or(parse: Callable[[str], object], value: str) -> str:
+    """A word as `parse` reads it, or `AUTO`."""
+    return AUTO if value.strip().lower() == AUTO else str(parsed(value, parse))
 
 
 def _boundary(value: str) -> str:
@@ -171,10 +174,8 @@ def _boundary(value: str) -> str:
     return f"{int(first)}-{int(second)}"
 
 
-Codec = Annotated[str, AfterValidator(_codec)]
-CodecOrAuto = Annotated[
-    str, AfterValidator(lambda value: AUTO if value.strip().lower() == AUTO else _codec(value))
-]
+Codec = Annotated[str, AfterValidator(lambda value: str(parsed(value, parse_codec)))]
+CodecOrAuto = Annotated[str, AfterValidator(partial(auto_or, parse_codec))]
 
 
 class BoundaryLinks(Table):

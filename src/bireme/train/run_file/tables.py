@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,7 +16,7 @@ from pydantic import (
 
 from bireme.codec.sum_description import GradientForm, parse_gradient, parse_sum_codec
 from bireme.model.part import ALL_LINEAR, LoraPart, TrainedPart
-from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
+from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning, auto_or
 from bireme.train.run_file.table import (
     Samples,
     Seconds,
@@ -312,12 +313,6 @@ def _loss(value: str) -> str:
     return value
 
 
-def _sum_codec(value: str) -> str:
-    if value.strip().lower() == AUTO:
-        return AUTO
-    return str(parsed(value, parse_sum_codec))
-
-
 PlainName = Annotated[Text, AfterValidator(_plain_name)]
 
 
@@ -477,7 +472,7 @@ class Sync(Table):
         """Whether a coordinator says who has a part, so that replicas may die."""
         return self.mode not in ("allreduce", AUTO)
 
-    codec: Annotated[str, AfterValidator(_sum_codec)] = "none"
+    codec: Annotated[str, AfterValidator(partial(auto_or, parse_sum_codec))] = "none"
     """Codec of what replicas send each other: none, int8 (blocks with a scale), int4 to int1 (rotated),
     threshold:SHARE:STEPS (the largest entries, by a threshold found every so many steps) or lowrank:RANK.
     threshold:SHARE:STEPS:FIRST and lowrank:RANK:FIRST send whole gradients in the first FIRST steps; by
