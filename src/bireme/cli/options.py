@@ -210,14 +210,11 @@ def build_program(
     stages: int,
     microbatches: int | None,
     batches: int,
-    stages_per_rank: int | None,
-    slices: int | None,
-    lookahead: int,
-    sweep: int,
     recompute: bool,
     average: int | None = None,
+    **shape: Any,
 ) -> "Program":
-    """The program that the options ask for, by schedule name or from a file."""
+    """The program that the options ask for, by its name or from a file. `shape` is for `generate`."""
     from bireme.schedule.catalogue import generate
     from bireme.schedule.torch_csv import load
     from bireme.schedule.weave import UpdateTiming
@@ -235,12 +232,9 @@ def build_program(
         num_stages=stages,
         num_microbatches=stages if microbatches is None else microbatches,
         num_batches=batches,
-        stages_per_rank=stages_per_rank,
-        num_sliced=slices,
-        lookahead=lookahead,
-        sweep=sweep,
         recompute=range(stages) if recompute else (),
         timing=UpdateTiming(average_lag=average),
+        **shape,
     )
 
 

@@ -90,7 +90,7 @@ def schedule(
             microbatches=microbatches,
             batches=_window(name) if batches is None else batches,
             stages_per_rank=stages_per_rank,
-            slices=slices,
+            num_sliced=slices,
             lookahead=lookahead,
             sweep=sweep,
             recompute=recompute,

@@ -273,7 +273,7 @@ def simulate(
         microbatches=num_microbatches,
         batches=window,
         stages_per_rank=stages_per_rank,
-        slices=slices,
+        num_sliced=slices,
         lookahead=lookahead,
         sweep=sweep,
         recompute=recompute,

@@ -57,7 +57,12 @@ def nodes_of(members: Sequence[LaunchedProcess]) -> dict[str, list[LaunchedProce
 
 def server_here(device: str, count: int) -> Server:
     """This machine with as many devices of the kind as it has processes."""
-    (server,) = discover(0 if _has_nvml(device) else count).cluster.servers
+    try:
+        (server,) = discover(count if device == "cpu" else 0).cluster.servers
+    except BiremeError:  # GPUs that cannot be asked for their links
+        if device == "cpu":
+            raise
+        (server,) = discover(count).cluster.servers
     kept = tuple(one for one in server.devices if one.kind == device)
     if len(kept) == len(server.devices) == count:
         found = server
@@ -165,17 +170,6 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
     if not names or not set(names) <= set(number):
         return list(ranks[: plan.num_ranks])
     return [ranks[number[name]] for name in names]
-
-
-def _has_nvml(device: str) -> bool:
-    """Whether this machine's GPUs can be asked for their links."""
-    if device == "cpu":
-        return False
-    try:
-        discover(0)
-    except BiremeError:
-        return False
-    return True
 
 
 def _card(server: Server, count: int) -> tuple[Card, ...]:

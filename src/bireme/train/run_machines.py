@@ -169,33 +169,28 @@ def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) ->
             raise BiremeError(
                 f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
             ) from error
-        served = digests_at(first, [f"{root}/{name}" for name in names], _TIMEOUT_S)
-        for name, one in zip(names, served, strict=True):
-            _take_file(f"{root}/{name}", path_within(to, name), one, first)
+        _take_files(first, {f"{root}/{name}": path_within(to, name) for name in names})
         here[path] = str(to)
     write_text_atomically(folder.fetched, json.dumps(here) + "\n")
 
 
-def _take_file(name: str, to: Path, served: FileDigest | None, first: KeeperAddress) -> None:
-    if served is None:
-        raise BiremeError(f"The machine of rank 0 does not serve {name}.")
-    with suppress(OSError):
-        if disk.digest_of(to) == served:
-            return
-    to.parent.mkdir(parents=True, exist_ok=True)
-    fetch_file([first], name, to, served, _TIMEOUT_S)
+def _take_files(address: KeeperAddress, places: Mapping[str, Path]) -> None:
+    """Have the files of these names at these paths. Those that are there already are not fetched again."""
+    for (name, to), served in zip(places.items(), digests_at(address, [*places], _TIMEOUT_S), strict=True):
+        if served is None:
+            raise BiremeError(f"The other machine does not serve {name}.")
+        with suppress(OSError):
+            if disk.digest_of(to) == served:
+                continue
+        to.parent.mkdir(parents=True, exist_ok=True)
+        fetch_file([address], name, to, served, _TIMEOUT_S)
 
 
 def fetch_folder(address: KeeperAddress, to: Path) -> None:
     """Put the folder that another machine serves at a path, whole, or not at all."""
     names = files_at(address, ".", _TIMEOUT_S)
     with new_folder(to) as draft:
-        for name, one in zip(names, digests_at(address, names, _TIMEOUT_S), strict=True):
-            path = path_within(draft, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if one is None:
-                raise BiremeError(f"{name} is there no more.")
-            fetch_file([address], name, path, one, _TIMEOUT_S)
+        _take_files(address, {name: path_within(draft, name) for name in names})
 
 
 def _take_manifest(run: Path, name: str, served: FileDigest | None, first: KeeperAddress) -> None:
