@@ -229,7 +229,7 @@ def _translated_toml(path: Path, source: Path) -> tuple[str, dict[str, Any]]:
     found = translated(source)
     load_run_file(None, found.settings)
     idle = ", ".join(found.idle)
-    beginning = f"From {source}, a configuration of {found.program}." + (
+    beginning = f"From {source}, a configuration of {found.dialect.program}." + (
         f"\nWithout effect here: {idle}" if idle else ""
     )
     document = {"translated": dict(found.values), "without_effect": dict(found.idle)}

@@ -7,7 +7,7 @@ folder is there whole or not at all.
 import importlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ from bireme.model.nf4_operator import plain
 from bireme.model.sources import load_source
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import TensorEntry
-from bireme.train.checkpoint.shard import element_bytes, tensor_entry, write_tensors
+from bireme.train.checkpoint.shard import NamedTensors, element_bytes, tensor_entry, write_tensors
 from bireme.train.folder import RunFolder
 from bireme.train.resume_checks import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.run_file import RunFile
@@ -33,7 +33,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"
 
 
-class NewestWeights(Mapping[str, Tensor]):
+class NewestWeights(NamedTensors):
     """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once and
     none packed.
 
@@ -48,7 +48,7 @@ class NewestWeights(Mapping[str, Tensor]):
         if identity is not None:
             self._base = BaseWeights(run, graph, identity, str(checkpoint.folder))
         in_base = frozenset[str]() if identity is None else names_in_base(graph)
-        self._keys: dict[str, str] = {}
+        self.names = self._keys = dict[str, str]()
         self._states: dict[str, ModelState] = {}
         for section, states in (("weights", graph.parameters), ("buffers", graph.buffers)):
             for state in states:
@@ -73,15 +73,6 @@ class NewestWeights(Mapping[str, Tensor]):
         key = self._keys[name]
         found = self._base[name] if self._base is not None and key not in self._saved else self._saved[key]
         return plain(found, self._states[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
 
 def exported_step(folder: Path) -> int | None:
@@ -261,7 +252,7 @@ def _names(model: Any, graph: Graph, weights: Mapping[str, Tensor]) -> dict[str,
     return {name: states[name] for name in own if name not in tied or states[name].name not in kept}
 
 
-class _Reverted(Mapping[str, Tensor]):
+class _Reverted(NamedTensors):
     """The tensors as they are saved. Those that come of the same ones are made together, and given once each.
 
     They are to be asked for in the order of `entries`, or else are made more than once.
@@ -269,7 +260,7 @@ class _Reverted(Mapping[str, Tensor]):
 
     def __init__(self, model: Any, names: Mapping[str, ModelState], weights: Mapping[str, Tensor]) -> None:
         self._model, self._names, self._weights = model, names, weights
-        self._group_of: dict[str, list[str]] = {}
+        self.names = self._group_of = dict[str, list[str]]()
         self._made: dict[str, Tensor] = {}
         self.entries: list[TensorEntry] = []
         for group in _groups(model, list(names)):
@@ -284,12 +275,6 @@ class _Reverted(Mapping[str, Tensor]):
             read = {own: self._weights[self._names[own].name] for own in self._group_of[name]}
             self._made = _revert(self._model, read)
         return self._made.pop(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._group_of)
-
-    def __len__(self) -> int:
-        return len(self._group_of)
 
 
 def _blank(state: ModelState) -> Tensor:

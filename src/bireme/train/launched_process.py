@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def join(
         if environment.has_own_output:
             tell(sentence)
         return None
-    with HostKeeper(Attended.of(os.environ)) as keeper, MachineFolders() as folders:
+    with closing(HostKeeper(Attended.of(os.environ))) as keeper, closing(MachineFolders()) as folders:
         ends_s = None
         if (back := under_way(environment, run_file, sets)) is not None:
             with suppress(RunLostError):

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -113,7 +113,7 @@ def start(
     has_copies = prepared.run.has_copies(prepared.plan.plan.width)
     if restarts is None:
         restarts = _USUAL_RESTARTS if prepared.run.sync.is_coordinated or has_copies else 0
-    with HostKeeper() as host:
+    with closing(HostKeeper()) as host:
         keeper = host if has_copies else None
         outcomes = _run_through(prepared, folder, checkpoint, keeper, is_shown=is_shown, restarts=restarts)
         if first_of(outcomes).reason == REPLAN:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, sleep
-from typing import Any, Self
+from typing import Any
 
 from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import BiremeError
@@ -195,10 +195,8 @@ class HostKeeper:
         self._num_starts += 1
         return CopyOrders(self.started(run), start_name(self._num_starts), began)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
+    def close(self) -> None:
+        """End the keeper, unless `bireme join` has it."""
         if self._process is not None:
             self._process.close()
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, new_folder, path_within, write_text_atomically
@@ -372,9 +371,3 @@ class MachineFolders:
         if self._server is not None:
             self._server.close()
         self._server, self._mirror, self.note = None, None, None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()

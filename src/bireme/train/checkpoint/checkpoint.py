@@ -11,7 +11,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ from bireme.train.checkpoint.manifest import (
     read_manifest,
     write_new,
 )
-from bireme.train.checkpoint.shard import SavedTensors, places_in, tensor_digest
+from bireme.train.checkpoint.shard import NamedTensors, SavedTensors, places_in, tensor_digest
 
 # Checkpoints whose files are on the disks of several machines, and the tensors that are read from there.
 #
@@ -183,7 +183,7 @@ def _is_minor(path: Path, versions: Mapping[FileDigest, Sequence[KeeperAddress]]
     return False
 
 
-class SpreadTensors(Mapping[str, Tensor]):
+class SpreadTensors(NamedTensors):
     """The tensors of a checkpoint on several machines: each is read from this machine if it is here as it was
     written, else from machines that have it, and has the digest in the manifest.
     """
@@ -192,7 +192,7 @@ class SpreadTensors(Mapping[str, Tensor]):
         self._folder, self._holders = folder, holders
         self._where = folder.relative_to(run).as_posix()
         self._local = SavedTensors(folder, manifest.files)
-        self._places = {
+        self.names = self._places = {
             place.entry.name: (file, place) for file in manifest.files for place in places_in(file)
         }
 
@@ -212,15 +212,6 @@ class SpreadTensors(Mapping[str, Tensor]):
             if tensor_digest(tensor) == place.digest:
                 return tensor
         raise BiremeError(f"{name} in {path} is damaged on all machines that have it.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
 
 
 # The folder of a run's checkpoints: who may write into it, and what is in it besides checkpoints.

@@ -8,7 +8,7 @@ would need a second pass for the checksum.
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -164,7 +164,22 @@ def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
     return TensorEntry(name=name, dtype=dtype, shape=list(tensor.shape))
 
 
-class SavedTensors(Mapping[str, Tensor]):
+class NamedTensors(Mapping[str, Tensor]):
+    """Tensors of which the `names` are known; each is made when it is asked for."""
+
+    names: Collection[str]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+
+class SavedTensors(NamedTensors):
     """The tensors in the shards of a folder, by name: each is read, and new, whenever it is asked for.
 
     No file stays open and nothing stays mapped; several threads may read. What cannot be read is a
@@ -173,7 +188,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self._folder = folder
-        self._entries = {entry.name: entry for file in files for entry in file.tensors}
+        self.names = self._entries = {entry.name: entry for file in files for entry in file.tensors}
         self._file_of = {entry.name: file.name for file in files for entry in file.tensors}
         self._begins: dict[str, dict[str, int]] = {}
         """Where each tensor begins, for every file whose header was read."""
@@ -184,15 +199,6 @@ class SavedTensors(Mapping[str, Tensor]):
         with system_errors(f"{path} cannot be read"), FileIO(path, "rb") as file:
             file.seek(self._begin(file, path, name))
             return self._read(file, path, self._entries[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
 
     def _begin(self, file: FileIO, path: Path, name: str) -> int:
         with self._lock:

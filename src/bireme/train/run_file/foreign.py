@@ -130,67 +130,13 @@ _FACTORY = _Dialect(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """The settings of a run file, by key, with a remark on each, and why some keys have no effect here."""
-
-    program: str
-    values: Mapping[str, Any]
-    remarks: Mapping[str, str]
-    idle: Mapping[str, str]
-
-    @property
-    def settings(self) -> list[str]:
-        """The same as `--set` has them."""
-        return [f"{key}={toml_value(value)}" for key, value in self.values.items()]
-
-    def lines(self, origin: str) -> Iterator[str]:
-        """What became of the file, for people."""
-        yield f"{origin} is a configuration of {self.program}. It means:"
-        yield from (
-            f"  {key} = {toml_value(value)}  ({self.remarks[key]})" for key, value in self.values.items()
-        )
-        for why in dict.fromkeys(self.idle.values()):
-            names = (name for name, reason in self.idle.items() if reason == why)
-            yield f"  Without effect: {', '.join(names)} ({why})"
-
-
-def translated(path: Path) -> Translation:
-    """The configuration in a YAML file of axolotl or LLaMA-Factory; a `BiremeError` names what is refused."""
-    content = {key: value for key, value in _read(path).items() if value is not None}
-    if "base_model" in content:
-        reader = _Reader(path, _AXOLOTL, content)
-        _read_axolotl(reader)
-    elif "model_name_or_path" in content:
-        reader = _Reader(path, _FACTORY, content)
-        _read_factory(reader)
-    else:
-        raise BiremeError(
-            f"{path} is neither a configuration of axolotl, which has the key base_model, nor one of "
-            "LLaMA-Factory, which has model_name_or_path. `bireme init` writes a run file."
-        )
-    _read_common(reader)
-    return reader.ended()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as error:
-        raise BiremeError(f"{path} is read by PyYAML ({error}); install bireme[hf].") from error
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise BiremeError(f"{path} cannot be read as YAML: {why}.") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise BiremeError(f"{path} is not a table of keys in YAML.")
-    return found
-
-
 @dataclass(slots=True)
-class _Reader:
-    """Takes the keys of a configuration one by one; what is left at the end has no effect or is refused."""
+class Translation:
+    """The settings of a run file, by key, with a remark on each, and why some keys have no effect here.
+
+    It takes the keys of a configuration one by one. Those that are left at the end have no effect, or are
+    refused.
+    """
 
     path: Path
     dialect: _Dialect
@@ -199,6 +145,21 @@ class _Reader:
     remarks: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> list[str]:
+        """The same as `--set` has them."""
+        return [f"{key}={toml_value(value)}" for key, value in self.values.items()]
+
+    def lines(self, origin: str) -> Iterator[str]:
+        """What became of the file, for people."""
+        yield f"{origin} is a configuration of {self.dialect.program}. It means:"
+        yield from (
+            f"  {key} = {toml_value(value)}  ({self.remarks[key]})" for key, value in self.values.items()
+        )
+        for why in dict.fromkeys(self.idle.values()):
+            names = (name for name, reason in self.idle.items() if reason == why)
+            yield f"  Without effect: {', '.join(names)} ({why})"
 
     def name(self, key: str) -> str:
         """What the program calls a key of axolotl."""
@@ -238,7 +199,7 @@ class _Reader:
             self.refuse(f"{self.name(key)} = {word}", f"Bireme has only {', '.join(words)}")
         return words.get(word, word)
 
-    def ended(self) -> Translation:
+    def ended(self) -> "Translation":
         """The whole translation; a `BiremeError` if some key is refused."""
         reasons, refusals = _by_key(_IDLE), _by_key(_REFUSED)
         for name, value in self.left.items():
@@ -254,7 +215,40 @@ class _Reader:
                 f"{self.path} has keys of {self.dialect.program} that would train another model here: "
                 f"{named}. Take them out of the file to train without them."
             )
-        return Translation(self.dialect.program, self.values, self.remarks, self.idle)
+        return self
+
+
+def translated(path: Path) -> Translation:
+    """The configuration in a YAML file of axolotl or LLaMA-Factory; a `BiremeError` names what is refused."""
+    content = {key: value for key, value in _read(path).items() if value is not None}
+    if "base_model" in content:
+        reader = Translation(path, _AXOLOTL, content)
+        _read_axolotl(reader)
+    elif "model_name_or_path" in content:
+        reader = Translation(path, _FACTORY, content)
+        _read_factory(reader)
+    else:
+        raise BiremeError(
+            f"{path} is neither a configuration of axolotl, which has the key base_model, nor one of "
+            "LLaMA-Factory, which has model_name_or_path. `bireme init` writes a run file."
+        )
+    _read_common(reader)
+    return reader.ended()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise BiremeError(f"{path} is read by PyYAML ({error}); install bireme[hf].") from error
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise BiremeError(f"{path} cannot be read as YAML: {why}.") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise BiremeError(f"{path} is not a table of keys in YAML.")
+    return found
 
 
 def _short(value: Any) -> str:
@@ -271,7 +265,7 @@ def _by_key(groups: str) -> dict[str, str]:
 # What both programs take over from the trainer of transformers.
 
 
-def _read_common(reader: _Reader) -> None:
+def _read_common(reader: Translation) -> None:
     reader.put("model.source", f"hf:{reader.take('base_model')}", "base_model")
     halves = [reader.take(name) for name in ("bf16", "bfloat16", "pure_bf16")]
     is_half = any(one in (True, "true", "auto", "full") for one in halves)
@@ -300,7 +294,7 @@ def _read_common(reader: _Reader) -> None:
     _read_logs(reader)
 
 
-def _read_rate(reader: _Reader) -> None:
+def _read_rate(reader: Translation) -> None:
     rate = reader.number("learning_rate")
     if rate is None:
         reader.refuse("learning_rate", "it is missing")
@@ -331,7 +325,7 @@ def _read_rate(reader: _Reader) -> None:
     reader.put("training.clip_norm", reader.number("max_grad_norm", 1.0), "max_grad_norm")
 
 
-def _read_logs(reader: _Reader) -> None:
+def _read_logs(reader: Translation) -> None:
     every = {
         "save_steps": "checkpoint.every_steps",
         "save_total_limit": "checkpoint.keep",
@@ -358,7 +352,7 @@ def _read_logs(reader: _Reader) -> None:
         reader.put("log.project", str(project), "wandb_project")
 
 
-def _put_adapter(reader: _Reader) -> None:
+def _put_adapter(reader: Translation) -> None:
     """The adapter, whose targets must be known."""
     rank = reader.whole("lora_r", 8)
     reader.put("model.lora.rank", rank, "lora_r")
@@ -384,7 +378,7 @@ def _listed(value: Any) -> list[str]:
 # axolotl's own keys.
 
 
-def _read_axolotl(reader: _Reader) -> None:
+def _read_axolotl(reader: Translation) -> None:
     adapter, in_4_bits = reader.take("adapter"), bool(reader.take("load_in_4bit"))
     if adapter in ("lora", "qlora"):
         _put_adapter(reader)
@@ -417,7 +411,7 @@ def _read_axolotl(reader: _Reader) -> None:
     _read_dataset(reader, {key: one for key, one in datasets[0].items() if one is not None}, packs=packs)
 
 
-def _read_dataset(reader: _Reader, dataset: dict[str, Any], *, packs: bool) -> None:
+def _read_dataset(reader: Translation, dataset: dict[str, Any], *, packs: bool) -> None:
     path, files = str(dataset.pop("path", "")), dataset.pop("data_files", None)
     kind = str(dataset.pop("ds_type", ""))
     if isinstance(files, list) and len(files) == 1:
@@ -448,7 +442,7 @@ def _read_dataset(reader: _Reader, dataset: dict[str, Any], *, packs: bool) -> N
         reader.refuse(f"datasets.{name} = {_short(value)}", _UNKNOWN)
 
 
-def _check_messages(reader: _Reader, dataset: dict[str, Any]) -> None:
+def _check_messages(reader: Translation, dataset: dict[str, Any]) -> None:
     """Take the keys that have the meaning that Bireme gives to messages; others stay."""
     usual = {"chat_template": "tokenizer_default", "roles_to_train": ["assistant"], "train_on_eos": "turn"}
     for name, value in usual.items():
@@ -478,7 +472,7 @@ def _source(path: str, config: Any = None, split: Any = None) -> str:
 # LLaMA-Factory's own keys.
 
 
-def _read_factory(reader: _Reader) -> None:
+def _read_factory(reader: Translation) -> None:
     stage, kind = str(reader.take("stage", "sft")), str(reader.take("finetuning_type", "lora"))
     if stage not in ("sft", "pt"):
         reader.refuse(f"stage = {stage}", "Bireme trains the next token: sft or pt")
@@ -512,7 +506,7 @@ def _read_factory(reader: _Reader) -> None:
         reader.put("data.packing", "stream" if packs else "none", "packing")
 
 
-def _read_entry(reader: _Reader, folder: Path, name: str, stage: str, key: str) -> None:
+def _read_entry(reader: Translation, folder: Path, name: str, stage: str, key: str) -> None:
     """A dataset by its name in LLaMA-Factory's list."""
     entry = _entry(reader.path, folder, name)
     place = entry.pop("file_name", None)
