@@ -367,7 +367,7 @@ class Loop:
         ]
 
     def _outcome(self) -> Outcome:
-        tally, evaluated = self._tally, self._evaluations.figures
+        evaluated = self._evaluations.figures
         busy = None
         if self.timeline is not None:
             rank = self.pipeline.layout.pipeline_rank
@@ -375,15 +375,11 @@ class Loop:
         return Outcome(
             steps=self.step,
             reason=REPLAN if self._is_to_replan else str(self._reason),
-            train_loss=tally.train_loss,
+            **self._tally.figures(),
             eval_loss=None if evaluated is None else evaluated.loss,
             eval_perplexity=None if evaluated is None else evaluated.perplexity,
             eval_bits_per_byte=None if evaluated is None else evaluated.bits_per_byte,
             eval_loss_through_codecs=self._evaluations.loss_through_codecs,
-            batch_s=tally.batch_s,
-            samples_per_s=tally.samples_per_s,
-            tokens_per_s=tally.tokens_per_s,
-            num_skipped=tally.num_skipped,
             checkpoint=self._checkpoints.newest,
             own=RankOutcome(
                 self.pipeline.layout.rank,

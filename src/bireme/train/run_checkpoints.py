@@ -4,14 +4,13 @@ When one of them is due, what goes into it, and who writes it; and how a run sta
 """
 
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from enum import IntEnum
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
@@ -262,27 +261,18 @@ class Tally:
         """The run went on to that step without this replica."""
         self._noted = step
 
-    @property
-    def train_loss(self) -> float | None:
-        """The mean loss of the last batches that were not skipped."""
-        return math.fsum(self._losses) / len(self._losses) if self._losses else None
-
-    @property
-    def batch_s(self) -> float | None:
-        """The median of the seconds of a batch, under the schedule that stays."""
-        return median(self._batch_s) if self._batch_s else None
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Of all batches."""
-        seconds, samples, _ = self._all
-        return samples / seconds if seconds else None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of all batches; None where samples are no text."""
-        seconds, _, tokens = self._all
-        return tokens / seconds if seconds and tokens else None
+    def figures(self) -> dict[str, Any]:
+        """What an `Outcome` has of the batches: the mean loss of the last ones that were not skipped, the
+        median of their seconds under the schedule that stays, rates over all of them. Unknown ones are None.
+        """
+        seconds, samples, tokens = self._all
+        return {
+            "train_loss": fmean(self._losses) if self._losses else None,
+            "batch_s": median(self._batch_s) if self._batch_s else None,
+            "samples_per_s": samples / seconds if seconds else None,
+            "tokens_per_s": tokens / seconds if seconds and tokens else None,
+            "num_skipped": self.num_skipped,
+        }
 
     def add(self, result: BatchResult, num_samples: int, *, is_first: bool) -> None:
         """Count a batch. The first of a window fills the pipeline, so its seconds do not make `batch_s`."""
