@@ -23,6 +23,8 @@ from bireme.placement.workload import (
 )
 
 if TYPE_CHECKING:
+    from bireme.model.graph import Graph
+    from bireme.model.sources import ModelSource
     from bireme.placement.check import PlacementVerdict
     from bireme.placement.model import ModelWorkload
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
@@ -230,20 +232,26 @@ def place(
         refuse(context, "--cluster already names the devices", "accelerators", "cpus", "memory")
         if measure_on != "meta":
             refuse(context, f"--measure-on {measure_on} measures and does not estimate", "like")
-        placed = PlacedModel.of(
-            model,
-            cluster,
-            micro_batch=micro_batch,
-            length=length,
-            device=measure_on,
-            like=like,
-            dtype=dtype,
-            optimizer=optimizer,
-            fresh=fresh,
-            training=training,
-            granularity=granularity,
-            copy_tied=copy_tied,
+        if micro_batch < 1:
+            raise BiremeError(f"The batch is {micro_batch}; it must be at least 1.")
+        if cluster == "":
+            raise BiremeError(
+                "--cluster is empty. Give a file or the name of a ready cluster, or leave it out."
+            )
+        from bireme.cluster.cluster_file import load_cluster
+        from bireme.cluster.machine import discover
+        from bireme.model.sources import load_source
+        from bireme.placement.model import workload_of
+        from bireme.profile.optimizers import check_optimizer
+
+        machines = discover().cluster if cluster is None else load_cluster(cluster)
+        source = load_source(model, batch=micro_batch, length=length, dtype=dtype)
+        check_optimizer(optimizer)
+        graph, costs = _measured(
+            source, micro_batch, device=measure_on, like=like, optimizer=optimizer, fresh=fresh
         )
+        about: dict[str, Any] = {"training": training, "granularity": granularity, "copy_tied": copy_tied}
+        placed = PlacedModel(workload_of(graph, costs, machines, micro_batch=micro_batch, **about), costs)
         found = ReadWorkload(placed.made.workload, ())
     for warning in found.warnings:
         tell(warning)
@@ -264,6 +272,31 @@ def place(
     )
     files = OutputFiles(output, split, picture, workload_file, to, schedule, microbatches)
     place_and_show(found, request, files, placed, as_json=as_json)
+
+
+def _measured(
+    source: "ModelSource", batch: int, *, device: str, like: str | None, optimizer: str, fresh: bool
+) -> "tuple[Graph, Profile]":
+    """The captured model, and its costs: measured here, or estimated for a device."""
+    from bireme.cluster.catalogue import device_named
+    from bireme.model.capture import Captures
+    from bireme.model.weights import check_weights
+    from bireme.profile.control import torch_device
+    from bireme.profile.profiler import profile
+    from bireme.report.terminal import progress_bar
+
+    captures = Captures(source.model, source.example_inputs, name=source.text)
+    with progress_bar("capturing the model") as progress:
+        where = device_named(like or "laptop") if device == "meta" else torch_device(device)
+        if source.folder is not None and any(source.folder.glob("*.safetensors")):
+            check_weights(captures.graph(batch), source.folder, model=source.model)
+        own: dict[str, Any] = {
+            "examples": source.example_inputs,
+            "optimizer": optimizer,
+            "use_cache": not fresh,
+        }
+        costs = profile(captures.graph, where, [batch], progress=progress, **own)
+    return captures.graph(batch), costs
 
 
 def _check_files(picture: Path | None, *documents: Path | None, force: bool) -> None:
@@ -288,70 +321,6 @@ class PlacedModel:
 
     made: "ModelWorkload"
     profile: "Profile"
-
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        cluster: str | None,
-        *,
-        micro_batch: int,
-        length: int | None,
-        device: str,
-        like: str | None,
-        dtype: str,
-        optimizer: str,
-        fresh: bool,
-        training: bool,
-        granularity: Granularity,
-        copy_tied: bool,
-    ) -> "PlacedModel":
-        """Capture a model, find the devices, and measure the model here or estimate it for a device."""
-        from bireme.cluster.catalogue import device_named
-        from bireme.cluster.cluster_file import load_cluster
-        from bireme.cluster.machine import discover
-        from bireme.model.capture import Captures
-        from bireme.model.sources import load_source
-        from bireme.model.weights import check_weights
-        from bireme.placement.model import workload_of
-        from bireme.profile.control import torch_device
-        from bireme.profile.optimizers import check_optimizer
-        from bireme.profile.profiler import profile
-        from bireme.report.terminal import progress_bar
-
-        if micro_batch < 1:
-            raise BiremeError(f"The batch is {micro_batch}; it must be at least 1.")
-        if cluster == "":
-            raise BiremeError(
-                "--cluster is empty. Give a file or the name of a ready cluster, or leave it out."
-            )
-        found = discover().cluster if cluster is None else load_cluster(cluster)
-        source = load_source(model, batch=micro_batch, length=length, dtype=dtype)
-        captures = Captures(source.model, source.example_inputs, name=model)
-        with progress_bar("capturing the model") as progress:
-            check_optimizer(optimizer)
-            where = device_named(like or "laptop") if device == "meta" else torch_device(device)
-            if source.folder is not None and any(source.folder.glob("*.safetensors")):
-                check_weights(captures.graph(micro_batch), source.folder, model=source.model)
-            costs = profile(
-                captures.graph,
-                where,
-                [micro_batch],
-                examples=source.example_inputs,
-                optimizer=optimizer,
-                use_cache=not fresh,
-                progress=progress,
-            )
-        made = workload_of(
-            captures.graph(micro_batch),
-            costs,
-            found,
-            micro_batch=micro_batch,
-            training=training,
-            granularity=granularity,
-            copy_tied=copy_tied,
-        )
-        return cls(made, costs)
 
     def write_plan(
         self, placement: Placement, path: Path, schedule: str, num_microbatches: int | None

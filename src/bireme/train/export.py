@@ -7,7 +7,7 @@ folder is there whole or not at all.
 import importlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -115,26 +115,13 @@ def export_checkpoint(
     the format of torch.distributed.checkpoint.
     """
     write = _write_dcp if as_dcp else partial(_write_weights, run.export.shard_bytes)
-    with NewestWeights(run, graph, checkpoint) as weights:
-        _export(run, graph, weights, checkpoint.manifest.step, to, merged=merged, write=write)
-
-
-def _export(
-    run: RunFile,
-    graph: Graph,
-    weights: Mapping[str, Tensor],
-    step: int,
-    to: Path,
-    *,
-    merged: bool | None,
-    write: Callable[[Sequence[TensorEntry], Mapping[str, Tensor], Path], None],
-) -> None:
     adapter = load_source(run.model.source, part=run.model.part).adapter if run.model.part.lora else None
-    if adapter is not None and (run.model.lora.merge if merged is None else merged):
-        weights, graph = adapter.merged(weights), adapter.base_graph(graph)
-        adapter = None
-    graph = replace(graph, parameters=tuple(state.unpacked for state in graph.parameters))
-    with new_folder(to) as draft:
+    with NewestWeights(run, graph, checkpoint) as newest, new_folder(to) as draft:
+        weights: Mapping[str, Tensor] = newest
+        if adapter is not None and (run.model.lora.merge if merged is None else merged):
+            weights, graph = adapter.merged(weights), adapter.base_graph(graph)
+            adapter = None
+        graph = replace(graph, parameters=tuple(state.unpacked for state in graph.parameters))
         if adapter is not None:
             source = run.model.source  # where the weights lie that it belongs to, as peft looks for them
             base = str(Path(source[3:]).resolve()) if source.startswith("hf:") else source
@@ -146,7 +133,7 @@ def _export(
             states = [one for one in (*graph.parameters, *graph.buffers) if one.name in weights]
             entries = [TensorEntry(name=one.name, dtype=one.dtype, shape=[*one.shape]) for one in states]
             write(entries, weights, draft)
-        about = {"format": 1, "model": run.model.source, "step": step, **_length(graph)}
+        about = {"format": 1, "model": run.model.source, "step": checkpoint.manifest.step, **_length(graph)}
         (draft / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
