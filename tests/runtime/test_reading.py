@@ -12,9 +12,10 @@ from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
 from bireme.runtime.microbatches import Rows
 from bireme.runtime.pipeline import Pipeline
+from bireme.train.data.documents import Cut, DocumentSamples
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.placing import Order
-from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens
+from bireme.train.data.samples import Batch, Samples, Tokens
 from bireme.train.data.source import OwnSamples
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.regression import WIDTH, regression, regression_plan
@@ -98,11 +99,11 @@ def columns() -> OwnSamples:
     return OwnSamples("numbers", real_batches(70, 1, WIDTH)[0])
 
 
-def tokens() -> PackedSamples:
+def tokens() -> DocumentSamples:
     """Some of them are only read."""
     ids = torch.randint(VOCAB, (70 * CONTEXT,), generator=torch.Generator().manual_seed(1)).numpy()
     ids = np.where(np.arange(len(ids)) % 5 == 0, -1 - ids, ids)
-    return PackedSamples(Tokens("tokens", ids, has_uncounted=True), CONTEXT, 0, len(ids))
+    return Cut(CONTEXT, "stream", 0).samples(Tokens("tokens", ids, has_uncounted=True))
 
 
 class Rowed:

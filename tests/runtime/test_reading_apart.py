@@ -8,10 +8,11 @@ from torch import Tensor
 
 from bireme.plan.plan import Plan
 from bireme.runtime.pipeline import Pipeline
+from bireme.train.data.documents import Cut, DocumentSamples
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.mixture import ELSEWHERE, ReadableOrder, ReadableSamples
 from bireme.train.data.placing import Stock
-from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens
+from bireme.train.data.samples import Batch, Samples, Tokens
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.small_models import CONTEXT, VOCAB
 from tests.support.thread_transport import ThreadFabric
@@ -42,14 +43,14 @@ class Ledger:
         return self.samples.take(numbers, names, seeds)
 
 
-def tokens(count: int, seed: int) -> PackedSamples:
+def tokens(count: int, seed: int) -> DocumentSamples:
     """Samples in which a different number of tokens counts, some of them none at all."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (count, CONTEXT), generator=draws)
     shares = torch.rand(count, 1, generator=draws)
     idle = torch.rand(count, CONTEXT, generator=draws) < torch.where(shares < 0.2, 2.0, shares)
     flat = torch.where(idle, -1 - ids, ids).reshape(-1).numpy()
-    return PackedSamples(Tokens("tokens", flat, has_uncounted=True), CONTEXT, 0, len(flat))
+    return Cut(CONTEXT, "stream", 0).samples(Tokens("tokens", flat, has_uncounted=True))
 
 
 PUBLIC, PRIVATE = tokens(40, 1), (tokens(20, 2), tokens(30, 3))

@@ -29,12 +29,12 @@ from bireme.runtime.microbatches import apportioned
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.pipeline import Pipeline
 from bireme.sync.coordinator.messages import RankId, SamplePlaces
-from bireme.train.data.documents import Cut, StreamSamples
+from bireme.train.data.documents import Cut, DocumentSamples, StreamSamples
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.mixture import ELSEWHERE, MixedSamples, MixedSource, ReadableSamples, order_of
 from bireme.train.data.placing import SampleOrder, Stock
-from bireme.train.data.samples import PackedSamples, Samples, Tokens
+from bireme.train.data.samples import Samples, Tokens
 from bireme.train.replica import DealtBatches
 from bireme.train.run_data import ReadableData
 from tests.support.averaging_oracle import expected_of_groups, expected_of_outer_steps
@@ -134,12 +134,12 @@ def words(*, tied: bool, adapted: bool, dtype: str, packs: bool = False) -> Mode
     return replace(model, graph=graph, weights=weights)
 
 
-def _tokens(count: int, seed: int) -> PackedSamples:
+def _tokens(count: int, seed: int) -> DocumentSamples:
     """Samples of tokens, of which some do not count."""
     draws = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (count, CONTEXT), generator=draws)
     flat = torch.where(torch.rand(ids.shape, generator=draws) < 0.3, -1 - ids, ids).reshape(-1).numpy()
-    return PackedSamples(Tokens("tokens", flat, has_uncounted=True), CONTEXT, 0, len(flat))
+    return Cut(CONTEXT, "stream", 0).samples(Tokens("tokens", flat, has_uncounted=True))
 
 
 def _stream() -> StreamSamples:

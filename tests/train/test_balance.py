@@ -18,7 +18,8 @@ from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
 from bireme.runtime.launch import launch as launching_launch
 from bireme.runtime.world import World
-from bireme.train.data.samples import PackedSamples, Tokens, packed
+from bireme.train.data.documents import Cut, DocumentSamples
+from bireme.train.data.samples import Tokens
 from bireme.train.outcome import Outcome
 from bireme.train.plan_search import grown, with_batch_of
 from bireme.train.rank_part import RunStart
@@ -79,8 +80,8 @@ def saved_plan(width: int = 2, *, peak_bytes: float = GIB, sizes: tuple[int, ...
     return SavedPlan(plan, Forecast(1.0, 4.0 * sum(sizes), 1.0, 0.9, "here/cpu1", stages))
 
 
-def samples() -> PackedSamples:
-    return packed(Tokens("tokens", np.arange(80, dtype=np.uint16)), 4)
+def samples() -> DocumentSamples:
+    return Cut(4, "stream", 0).samples(Tokens("tokens", np.arange(80, dtype=np.uint16)))
 
 
 def test_shares_follow_by_themselves_where_replicas_are_on_unequal_devices() -> None:

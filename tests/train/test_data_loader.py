@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.runtime.microbatches import Rows
+from bireme.train.data.documents import Cut, DocumentSamples
 from bireme.train.data.loader import RankBatches
 from bireme.train.data.placing import Order
-from bireme.train.data.samples import Batch, PackedSamples, Samples, Tokens, packed
+from bireme.train.data.samples import Batch, Samples, Tokens
 from bireme.train.data.source import OwnSamples
 from tests.support.extent import examples
 from tests.support.whole_batches import WholeBatches
 
-SAMPLES = packed(Tokens("corpus", np.arange(84, dtype=np.uint16)), 4)
+SAMPLES = Cut(4, "stream", 0).samples(Tokens("corpus", np.arange(84, dtype=np.uint16)))
 
 
 def seen(batches: Iterator[Batch] | WholeBatches) -> list[list[int]]:
@@ -77,7 +78,7 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
     made: list[int] = []
     caught_up = threading.Event()
 
-    class Counting(PackedSamples):
+    class Counting(DocumentSamples):
         def take(
             self,
             numbers: Sequence[int],
@@ -87,9 +88,9 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
             made.append(1)
             if len(made) == 4:
                 caught_up.set()
-            return PackedSamples.take(self, numbers, names, seeds)
+            return DocumentSamples.take(self, numbers, names, seeds)
 
-    counting = Counting(SAMPLES.tokens, 4, 0, 84)
+    counting = Counting(SAMPLES.tokens, 4, SAMPLES.pieces, 0, is_shared=False)
     with WholeBatches(counting, Order(len(counting)), 4, prefetch=2) as loader:
         running = iter(loader)
         next(running)
@@ -134,7 +135,7 @@ def test_a_stamp_is_that_of_the_batch_though_ranks_read_other_parts_of_it() -> N
     assert found == stamps(SAMPLES)
     assert stamps(SAMPLES, first=1)[:2] == found[1:]
     assert len(set(found)) == 3
-    other = packed(Tokens("corpus", np.arange(1, 85, dtype=np.uint16)), 4)
+    other = Cut(4, "stream", 0).samples(Tokens("corpus", np.arange(1, 85, dtype=np.uint16)))
     for changed in (stamps(SAMPLES, seed=4), stamps(SAMPLES, size=5), stamps(other)):
         assert not set(changed) & set(found)
 

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.train.data.samples import (
-    PackedSamples,
-    SampleRange,
-    Tokens,
-    load_tokens,
-    packed,
-    split_samples,
-    split_tokens,
-)
+from bireme.train.data.documents import Cut, DocumentSamples, EvenPieces
+from bireme.train.data.samples import SampleRange, Samples, Split, Tokens, load_tokens, split_samples
 
 
 def tokens_of(num_tokens: int, ends: list[int] | None = None) -> Tokens:
@@ -26,7 +19,21 @@ def tokens_of(num_tokens: int, ends: list[int] | None = None) -> Tokens:
     return Tokens("a corpus", np.arange(num_tokens, dtype=np.uint16), known)
 
 
-def all_of(samples: PackedSamples) -> Tensor:
+def packed(tokens: Tokens, length: int, vocabulary: int | None = None) -> DocumentSamples:
+    return Cut(length, "stream", 0, vocabulary).samples(tokens)
+
+
+def split_tokens(tokens: Tokens, length: int, fraction: float, least: int = 1) -> Split:
+    return Cut(length, "stream", 0).split(tokens, fraction, least=least)
+
+
+def pieces_of(samples: Samples | None) -> EvenPieces:
+    assert isinstance(samples, DocumentSamples)
+    assert isinstance(samples.pieces, EvenPieces)
+    return samples.pieces
+
+
+def all_of(samples: Samples) -> Tensor:
     return samples.take(range(len(samples)))["input_ids"]
 
 
@@ -64,26 +71,24 @@ def test_training_and_evaluation_never_share_a_token(
     tokens = tokens_of(num_tokens, ends if data.draw(st.booleans()) else None)
     split = split_tokens(tokens, length, fraction)
     training, evaluation = split.training, split.evaluation
-    assert isinstance(training, PackedSamples)
-    assert isinstance(evaluation, PackedSamples)
+    assert evaluation is not None
     assert len(training) >= 1
     assert len(evaluation) >= 1
     assert all_of(training).max() < all_of(evaluation).min()
-    assert (training.end, evaluation.end) == (evaluation.begin, num_tokens)
+    learned, held = pieces_of(training), pieces_of(evaluation)
+    assert (learned.end, held.end) == (held.begin, num_tokens)
     wanted = max(num_tokens * fraction, length)
-    assert 0.4 * wanted <= num_tokens - evaluation.begin <= 2.1 * wanted + 1
+    assert 0.4 * wanted <= num_tokens - held.begin <= 2.1 * wanted + 1
 
 
 def test_the_cut_is_where_a_document_ends_nearby() -> None:
     evaluation = split_tokens(tokens_of(1000, [300, 880, 1000]), 10, 0.1).evaluation
-    assert isinstance(evaluation, PackedSamples)
-    assert evaluation.begin == 880
+    assert pieces_of(evaluation).begin == 880
 
 
 def test_the_cut_goes_through_a_document_that_is_very_long() -> None:
     evaluation = split_tokens(tokens_of(1000, [300, 1000]), 10, 0.1).evaluation
-    assert isinstance(evaluation, PackedSamples)
-    assert evaluation.begin == 900
+    assert pieces_of(evaluation).begin == 900
 
 
 def test_what_is_kept_for_evaluation_is_enough_for_a_batch() -> None:
@@ -131,7 +136,7 @@ def test_what_was_read_of_a_file_is_not_kept_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.zeros(2**21, np.uint16).tofile(path)
     tokens = load_tokens(path)
-    samples = PackedSamples(tokens, 128, 0, len(tokens))
+    samples = packed(tokens, 128)
     for first in range(0, len(samples), 64):
         samples.take(range(first, min(first + 64, len(samples))))
     entry = Path("/proc/self/smaps").read_text(encoding="utf-8").partition(str(path))[2]

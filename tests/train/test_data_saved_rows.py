@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bireme.errors import BiremeError
+from bireme.train.data.documents import Cut
 from bireme.train.data.encoding import tokenized
 from bireme.train.data.hub import SavedRows
-from bireme.train.data.samples import packed
 from bireme.train.data.source import open_source
 from bireme.train.data.tokenizer import ByteTokenizer
 
@@ -97,7 +97,7 @@ def test_labels_say_which_ids_count(saved: Any) -> None:
     columns = {"input_ids": [[1, 2], [3, 4]], "labels": [[-100, 2], [3, -100]]}
     source = open_source(saved(StandIn(columns)))
     assert isinstance(source, SavedRows)
-    batch = packed(tokenized(source, None), 4).take([0])
+    batch = Cut(4, "stream", 0).samples(tokenized(source, None)).take([0])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4]]
     assert batch["labels"].tolist() == [[-100, 2, 3, -100]]
 
@@ -163,5 +163,7 @@ def test_what_the_package_saved_is_read(tmp_path: Path) -> None:
         ids, text = open_source(str(tmp_path / name)), open_source(str(tmp_path / name), text_column="text")
         assert isinstance(ids, SavedRows)
         assert isinstance(text, SavedRows)
-        assert packed(tokenized(ids, None), 3).take([0])["labels"].tolist() == [[1, -100, 3]]
+        assert Cut(3, "stream", 0).samples(tokenized(ids, None)).take([0])["labels"].tolist() == [
+            [1, -100, 3]
+        ]
         assert tokenized(text, ByteTokenizer()).ids.tolist() == [97, 256, 98, 256]

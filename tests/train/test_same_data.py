@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bireme.errors import BiremeError
+from bireme.train.data.documents import Cut, DocumentSamples
 from bireme.train.data.prepare import RunData, samples_digest
-from bireme.train.data.samples import PackedSamples, Tokens, split_samples, split_tokens
+from bireme.train.data.samples import Tokens, split_samples
 from bireme.train.data.source import OwnSamples
 from bireme.train.resume_checks import check_same_data, data_identity, load_identity, write_identity
 from bireme.train.run_file import RunFile
@@ -19,8 +20,8 @@ IDS = np.random.default_rng(0).integers(0, 200, 5000)
 ENDS = np.array([2000, 5000])
 
 
-def tokens(ids: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", dtype: str = "uint16") -> PackedSamples:
-    return PackedSamples(Tokens("anywhere", ids.astype(dtype), ENDS), 8, 0, len(ids))
+def tokens(ids: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", dtype: str = "uint16") -> DocumentSamples:
+    return Cut(8, "stream", 0).samples(Tokens("anywhere", ids.astype(dtype), ENDS))
 
 
 def test_every_token_counts_and_the_type_that_they_are_kept_in_does_not() -> None:
@@ -30,8 +31,8 @@ def test_every_token_counts_and_the_type_that_they_are_kept_in_does_not() -> Non
         changed = IDS.copy()
         changed[place] += 1
         assert samples_digest(tokens(changed)) != own
-    assert samples_digest(replace(tokens(IDS), length=10)) != own
-    split = split_tokens(tokens(IDS).tokens, 8, 0.1)
+    assert samples_digest(Cut(10, "stream", 0).samples(tokens(IDS).tokens)) != own
+    split = Cut(8, "stream", 0).split(tokens(IDS).tokens, 0.1)
     assert samples_digest(split.training) != own
 
 

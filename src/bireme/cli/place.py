@@ -290,12 +290,10 @@ def _measured(
         where = device_named(like or "laptop") if device == "meta" else torch_device(device)
         if source.folder is not None and any(source.folder.glob("*.safetensors")):
             check_weights(captures.graph(batch), source.folder, model=source.model)
-        own: dict[str, Any] = {
-            "examples": source.example_inputs,
-            "optimizer": optimizer,
-            "use_cache": not fresh,
-        }
-        costs = profile(captures.graph, where, [batch], progress=progress, **own)
+        asked: dict[str, Any] = {"optimizer": optimizer, "use_cache": not fresh}
+        costs = profile(
+            captures.graph, where, [batch], examples=source.example_inputs, progress=progress, **asked
+        )
     return captures.graph(batch), costs
 
 

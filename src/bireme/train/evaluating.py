@@ -29,7 +29,7 @@ from bireme.train.data.loader import PartlyRead, RankBatches
 from bireme.train.data.mixture import shares_of, sources_of
 from bireme.train.data.placing import Order
 from bireme.train.data.prepare import RunData, check_sizes
-from bireme.train.data.samples import IGNORED, PackedSamples, SampleRange, Samples
+from bireme.train.data.samples import IGNORED, SampleRange, Samples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
 from bireme.train.machines import Machines, machines_here
@@ -330,9 +330,7 @@ def evaluate(
 def _num_tokens(samples: Samples) -> int | None:
     """The tokens of all samples, without padding but with those that no sample has room for."""
     counts = [
-        one.num_tokens_given
-        for one in sources_of(samples).values()
-        if isinstance(one, PackedSamples | DocumentSamples)
+        one.num_tokens_given for one in sources_of(samples).values() if isinstance(one, DocumentSamples)
     ]
     return sum(counts) if len(counts) == len(sources_of(samples)) else None
 

@@ -1,8 +1,8 @@
-"""Samples in which documents stay apart, of a corpus or a stream: one in each, or several.
+"""Samples of tokens, of a corpus or a stream: cut without a gap, or with documents that stay apart.
 
-Several share a sample only for a model that takes `position_ids`, which start again at 0 with each document:
-by these the model keeps attention within it. The first token of a document is not predicted, as nothing
-before it belongs to it.
+Several documents share a sample only for a model that takes `position_ids`, which start again at 0 with each
+document: by these the model keeps attention within it. The first token of a document is not predicted, as
+nothing before it belongs to it.
 """
 
 from collections import deque
@@ -66,6 +66,37 @@ class _DocumentPieces:
         first = int(self.sample_ends[number - 1]) if number else 0
         last = int(self.sample_ends[number])
         return list(zip(self.begins[first:last].tolist(), self.ends[first:last].tolist(), strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all samples."""
+        return int((self.ends - self.begins).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class EvenPieces:
+    """Tokens from `begin` up to but without `end`, cut without a gap: a piece of `length` in each sample. The
+    tokens left over at the end are a sample too if it `has_rest`.
+    """
+
+    begin: int
+    end: int
+    length: int
+    has_rest: bool = False
+
+    def __len__(self) -> int:
+        num_tokens = max(self.end - self.begin, 0)
+        return -(-num_tokens // self.length) if self.has_rest else num_tokens // self.length
+
+    def of_sample(self, number: int) -> list[tuple[int, int]]:
+        """The piece of a sample."""
+        first = self.begin + number * self.length
+        return [(first, min(first + self.length, self.end))]
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all samples."""
+        return min(len(self) * self.length, max(self.end - self.begin, 0))
 
 
 def _cut_off(begins: Places, ends: Places, length: int) -> _DocumentPieces:
@@ -147,7 +178,10 @@ class _Room:
 class DocumentSamples:
     """Samples of `length` tokens, in each the pieces that `pieces` names, then `padding` that does not count.
 
-    A sample has `input_ids` and `labels`, and `position_ids` where `is_shared`.
+    A sample has `input_ids` and `labels`, which are the same ids in the same places: the model shifts them.
+    Where a token does not count its label is -100. If it `is_shared` there are `position_ids` too. An id of
+    `vocabulary` or more is an error, for it would read beyond the model's embedding; None leaves ids
+    unchecked.
     """
 
     is_quick: ClassVar = True
@@ -155,7 +189,7 @@ class DocumentSamples:
 
     tokens: Tokens
     length: int
-    pieces: _DocumentPieces
+    pieces: _DocumentPieces | EvenPieces
     padding: int
     is_shared: bool
     vocabulary: int | None = None
@@ -179,18 +213,17 @@ class DocumentSamples:
         return only(batch, names)
 
     @property
-    def num_tokens(self) -> int:
-        """The tokens of all samples, without padding."""
-        return int((self.pieces.ends - self.pieces.begins).sum())
-
-    @property
     def longest(self) -> int:
-        """The tokens of the longest piece of a document in a sample."""
+        """The tokens of the longest piece in a sample."""
+        if isinstance(self.pieces, EvenPieces):
+            return self.length
         return int((self.pieces.ends - self.pieces.begins).max(initial=0))
 
     @property
-    def num_cut_off(self) -> int:
-        """How many documents lose what is beyond the length of a sample."""
+    def num_cut_off(self) -> int | None:
+        """How many documents lose what is beyond the length of a sample; None if they do not stay apart."""
+        if isinstance(self.pieces, EvenPieces):
+            return None
         if self.is_shared:
             return 0
         ends = np.asarray(self.tokens.document_ends, np.int64)
@@ -210,33 +243,35 @@ def stacked(rows: Sequence[Pieces], length: int, padding: int, *, is_shared: boo
     """Samples from the signed ids of their pieces (see `Tokens`)."""
     signed = np.full((len(rows), length), -1 - padding, np.int64)
     positions = np.zeros((len(rows), length), np.int64)
-    starts = np.zeros((len(rows), length), np.bool_)
     for row, pieces in enumerate(rows):
-        place = 0
-        for piece in pieces:
-            signed[row, place : place + len(piece)] = piece
-            starts[row, place] = True
-            positions[row, place : place + len(piece)] = np.arange(len(piece))
-            place += len(piece)
-        positions[row, place:] = np.arange(length - place)
+        own = np.concatenate(pieces)
+        signed[row, : len(own)] = own
+        if is_shared:
+            sizes = (*map(len, pieces), length - len(own))
+            positions[row] = np.concatenate([np.arange(size) for size in sizes])
     ids = np.where(signed < 0, -1 - signed, signed)
-    labels = np.where((signed < 0) | (starts & is_shared), IGNORED, signed)
+    labels = np.where(signed < 0, IGNORED, signed)
     batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    return batch | ({"position_ids": torch.from_numpy(positions)} if is_shared else {})
+    if not is_shared:
+        return batch
+    labels[positions == 0] = IGNORED
+    return batch | {"position_ids": torch.from_numpy(positions)}
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How documents become samples of `length` tokens, filled up with `padding`.
 
-    Those of a corpus, which are all there, stay apart: with the packing `documents` several share a sample,
-    else each has its own and loses what is longer.
+    With the packing `stream` they follow each other without a gap; if it `keeps_rest`, the tokens left over
+    at the end of what is not to train on are a sample too. Otherwise those of a corpus, which are all there,
+    stay apart: with `documents` several share a sample, with `none` each has its own and loses its end.
     """
 
     length: int
     packing: Packing
     padding: int
     vocabulary: int | None = None
+    keeps_rest: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -286,7 +321,7 @@ class Cut:
 
     def samples(self, tokens: Tokens) -> DocumentSamples:
         """All documents of a corpus as samples."""
-        return self._of(tokens, 0, len(tokens))
+        return self._of(tokens, 0, len(tokens), has_rest=self.keeps_rest)
 
     def split(self, tokens: Tokens, fraction: float, *, least: int = 1) -> Split:
         """The last fraction of the documents apart, for evaluation: `least` samples at least, and nothing if
@@ -295,11 +330,11 @@ class Cut:
         if not fraction:
             return Split(self.samples(tokens), None)
         cut = (
-            self._shared_cut(tokens, fraction, least)
-            if self.is_shared
-            else self._cut(tokens, fraction, least)
+            self._cut(tokens, fraction, least)
+            if self.packing == "none"
+            else self._shared_cut(tokens, fraction, least)
         )
-        return Split(self._of(tokens, 0, cut), self._of(tokens, cut, len(tokens)))
+        return Split(self._of(tokens, 0, cut), self._of(tokens, cut, len(tokens), has_rest=self.keeps_rest))
 
     def _shared_cut(self, tokens: Tokens, fraction: float, least: int) -> int:
         """The token to cut at; inside a document where none ends near."""
@@ -317,22 +352,25 @@ class Cut:
         return int(ends[len(ends) - wanted - 1])
 
     def _too_few(self, tokens: Tokens, least: int) -> BiremeError:
+        known = "" if tokens.document_ends is None else f"{len(tokens.document_ends)} documents and "
         return BiremeError(
-            f"{tokens.origin} has {len(self._ends(tokens))} documents and {len(tokens)} tokens: too few "
-            f"for a sample to train on and {least} to evaluate with. Give more text, a smaller batch or "
-            "length, or 0 for the fraction to evaluate with."
+            f"{tokens.origin} has {known}{len(tokens)} tokens: too few for a sample of {self.length} to "
+            f"train on and {least} to evaluate with. Give more text, a smaller batch or length, or 0 for the "
+            "fraction to evaluate with."
         )
 
-    def _of(self, tokens: Tokens, first: int, last: int) -> DocumentSamples:
+    def _of(self, tokens: Tokens, first: int, last: int, *, has_rest: bool = False) -> DocumentSamples:
         """The documents, and parts of them, between two tokens."""
+        known = self.padding, self.is_shared, self.vocabulary, last - first
+        if self.packing == "stream":
+            even = EvenPieces(first, last, self.length, has_rest)
+            return DocumentSamples(tokens, self.length, even, *known)
         ends = self._ends(tokens)
         begins = np.concatenate([[0], ends[:-1]])
         inside = (begins < last) & (ends > first)
         index = best_fit if self.is_shared else _cut_off
         pieces = index(np.maximum(begins[inside], first), np.minimum(ends[inside], last), self.length)
-        return DocumentSamples(
-            tokens, self.length, pieces, self.padding, self.is_shared, self.vocabulary, last - first
-        )
+        return DocumentSamples(tokens, self.length, pieces, *known)
 
     def _ends(self, tokens: Tokens) -> Places:
         if tokens.document_ends is None:

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
-from bireme.train.data.documents import Cut, HeldRows, StreamSamples, held_apart
+from bireme.train.data.documents import Cut, DocumentSamples, EvenPieces, HeldRows, StreamSamples, held_apart
 from bireme.train.data.encoding import AnswerRows, Progress, tokenized
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.placing import SampleOrder
 from bireme.train.data.samples import (
-    PackedSamples,
     SampleRange,
     Samples,
     Split,
     Tokens,
     split_samples,
-    split_tokens,
 )
 from bireme.train.data.source import OwnSamples, Source, open_source
 from bireme.train.data.text_files import TextFiles
@@ -150,8 +148,8 @@ _NUM_READ, _NUM_MADE = 1024, 8
 def samples_digest(samples: Samples) -> str:
     """SHA-256, in hexadecimal digits, of how many samples there are and of what they hold."""
     match samples:
-        case PackedSamples():
-            place = f"{samples.length} {samples.begin} {samples.end}"
+        case DocumentSamples(pieces=EvenPieces() as even):
+            place = f"{even.length} {even.begin} {even.end}"
             return sha256(f"{place} {samples.tokens.digest()}".encode()).hexdigest()
         case SampleRange():
             part = f"{samples.begin} {samples.end} {samples_digest(samples.samples)}"
@@ -424,7 +422,8 @@ class _Maker:
         """A source with its tokens, if they can be had at once."""
         has_answers = isinstance(source, SavedRows) and source.has_answers
         packing = self.request.packing or ("none" if has_answers else "stream")
-        cut = Cut(self.request.length, packing, self._padding, self.model.vocabulary)
+        vocabulary = self.model.vocabulary
+        cut = Cut(self.request.length, packing, self._padding, vocabulary, self.keeps_rest)
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
             return _Made(source, cut)
         tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
@@ -448,12 +447,6 @@ class _Maker:
                     num_apart=0 if held is None else held.num_rows,
                 )
                 return Split(stream, None if held is None else OwnSamples(made.data.origin, held.samples))
-        if made.cut.packing == "stream":
-            padding = self._padding if self.keeps_rest else None
-            vocabulary, length = self.model.vocabulary, self.request.length
-            return split_tokens(
-                made.data, length, fraction, least=least, vocabulary=vocabulary, padding=padding
-            )
         return made.cut.split(made.data, fraction, least=least)
 
     def all_to_evaluate(self, made: _Made) -> Samples:

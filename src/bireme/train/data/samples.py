@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -160,60 +160,6 @@ class Samples(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class PackedSamples:
-    """Samples of `length` tokens, from the tokens `begin` up to but without `end`.
-
-    A sample has `input_ids` and `labels`, which are the same ids in the same places: the model shifts them.
-    Where a token does not count its label is -100. An id of `vocabulary` or more is an error, for it would
-    read beyond the model's embedding; None leaves ids unchecked. With `padding`, the id of a token, the
-    tokens left over at the end are a sample too, filled up with it; without, they are left out.
-    """
-
-    is_quick: ClassVar = True
-    is_columnar: ClassVar = True
-
-    tokens: Tokens
-    length: int
-    begin: int
-    end: int
-    vocabulary: int | None = None
-    padding: int | None = None
-
-    def __len__(self) -> int:
-        num_tokens, length = self.num_tokens_given, self.length
-        return num_tokens // length if self.padding is None else -(-num_tokens // length)
-
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
-        """The samples of these numbers, stacked. They draw nothing."""
-        rows = np.empty((len(numbers), self.length), np.int64)
-        for row, number in zip(rows, numbers, strict=True):
-            first = self.begin + int(number) * self.length
-            own = self.tokens.ids[first : min(first + self.length, self.end)]
-            row[: len(own)] = own
-            if len(own) < self.length:
-                row[len(own) :] = -1 - (self.padding or 0)
-        self.tokens.let_go()
-        uncounted = rows < 0 if self.tokens.has_uncounted or self.padding is not None else None
-        ids = rows if uncounted is None else np.where(uncounted, -1 - rows, rows)
-        check_ids(ids, numbers, self.vocabulary, self.tokens.origin)
-        labels = ids.copy() if uncounted is None else np.where(uncounted, IGNORED, ids)
-        return only({"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}, names)
-
-    @property
-    def num_tokens_given(self) -> int:
-        """The tokens that samples are cut from, with those at the end that no sample has."""
-        return max(self.end - self.begin, 0)
-
-    def num_targets(self) -> Iterator[int]:
-        """For each sample the tokens that count and have one before them to be predicted from."""
-        for first in range(self.begin, self.begin + len(self) * self.length, self.length):
-            yield targets(self.tokens, first, min(first + self.length, self.end))
-        self.tokens.let_go()
-
-
 def targets(tokens: Tokens, begin: int, end: int) -> int:
     """The tokens of a piece of text that count in the loss: the first one is predicted from nothing."""
     if not tokens.has_uncounted:
@@ -305,42 +251,6 @@ def take_rows(
     return {
         one: {name: made[name][one.begin - begin : one.end - begin] for name in one.names} for one in wanted
     }
-
-
-def packed(
-    tokens: Tokens, length: int, vocabulary: int | None = None, padding: int | None = None
-) -> PackedSamples:
-    """All of a corpus as samples of `length` tokens; `padding` is as in `PackedSamples`."""
-    return PackedSamples(tokens, length, 0, len(tokens), vocabulary, padding)
-
-
-def split_tokens(
-    tokens: Tokens,
-    length: int,
-    fraction: float,
-    *,
-    least: int = 1,
-    vocabulary: int | None = None,
-    padding: int | None = None,
-) -> Split:
-    """The last fraction of a corpus apart, for evaluation: of whole documents, where they end near there.
-
-    It is as long as `least` samples at least, and nothing if the fraction is 0. `padding` is for the samples
-    to evaluate with, which all are if there is no such fraction.
-    """
-    end = len(tokens)
-    if not fraction:
-        return Split(packed(tokens, length, vocabulary, padding), None)
-    wanted = max(round(end * fraction), least * length)
-    if wanted > end - length:
-        raise BiremeError(
-            f"{tokens.origin} has {end} tokens, {end // length} samples: too few for a sample of {length} to "
-            f"train on and {least} to evaluate with. Give more text, a smaller batch or length, or 0 for the "
-            "fraction to evaluate with."
-        )
-    cut = document_end_near(tokens, end - wanted, length, least * length)
-    training = PackedSamples(tokens, length, 0, cut, vocabulary)
-    return Split(training, PackedSamples(tokens, length, cut, end, vocabulary, padding))
 
 
 def split_samples(samples: Samples, fraction: float, *, least: int = 1) -> Split:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from bireme.bounds import counted
 from bireme.report.data_table import DataView, ShownSample, ShownToken, SourceView
-from bireme.train.data.documents import DocumentSamples, StreamSamples
+from bireme.train.data.documents import DocumentSamples, EvenPieces, StreamSamples
 from bireme.train.data.hub import Content
 from bireme.train.data.mixture import MixedSamples, sources_of
 from bireme.train.data.prepare import Recognized, RowForm, RunData
-from bireme.train.data.samples import IGNORED, PackedSamples, Samples, Tokens
+from bireme.train.data.samples import IGNORED, Samples, Tokens
 from bireme.train.data.tokenizer import Tokenizer
 
 _MOST_IDS_OF_A_LETTER = 8
@@ -41,14 +41,13 @@ def _source(
     recognized: Recognized, samples: Samples, tokenizer: Tokenizer | None, num_shown: int
 ) -> SourceView:
     tokens = targets = cut_off = padding = documents = None
-    if isinstance(samples, DocumentSamples | PackedSamples):
+    if isinstance(samples, DocumentSamples):
         targets = sum(samples.num_targets())
-        whole = len(samples) * samples.length
-        tokens = samples.num_tokens if isinstance(samples, DocumentSamples) else whole
-        padding = whole - tokens
+        tokens = samples.pieces.num_tokens
+        padding = len(samples) * samples.length - tokens
         ends = samples.tokens.document_ends
         documents = None if ends is None else len(ends)
-        cut_off = samples.num_cut_off if isinstance(samples, DocumentSamples) else None
+        cut_off = samples.num_cut_off
     is_stream = isinstance(samples, StreamSamples)
     return SourceView(
         recognized.origin,
@@ -86,7 +85,8 @@ def _shown(samples: Samples, number: int, tokenizer: Tokenizer | None) -> ShownS
 
 def _without_padding(samples: Samples, ids: Tensor, learns: Tensor) -> int:
     """How many tokens there are before the padding at the end."""
-    if isinstance(samples, DocumentSamples | StreamSamples):
+    is_even = isinstance(samples, DocumentSamples) and isinstance(samples.pieces, EvenPieces)
+    if isinstance(samples, DocumentSamples | StreamSamples) and not is_even:
         rest = learns | (ids != samples.padding)
         return int(rest.nonzero().max()) + 1 if rest.any() else 0
     return len(ids)
@@ -153,10 +153,10 @@ def sample_notes(samples: Samples) -> tuple[str, ...]:
 
 
 def _losses(samples: Samples) -> Iterator[str]:
-    if not isinstance(samples, DocumentSamples | PackedSamples):
+    if not isinstance(samples, DocumentSamples):
         return
     yield from _unread(samples.tokens)
-    if isinstance(samples, DocumentSamples) and samples.num_cut_off:
+    if samples.num_cut_off:
         yield (
             f"{samples.num_cut_off} of {len(samples)} documents of {samples.tokens.origin} are longer than "
             f"data.length = {samples.length} and lose their ends."
@@ -197,13 +197,14 @@ def _padding(samples: Samples) -> Iterator[str]:
     """A sentence on samples of one document each that are mostly padding."""
     if not isinstance(samples, DocumentSamples) or samples.is_shared or not len(samples):
         return
-    share = 1 - samples.num_tokens / (len(samples) * samples.length)
+    each = samples.pieces.num_tokens / len(samples)
+    share = 1 - each / samples.length
     if share <= _MOST_PADDING:
         return
     longest = -(-samples.longest // 8) * 8
     shorter = f", or data.length = {longest}, which is enough for all" if longest < samples.length else ""
     yield (
         f"{share:.0%} of the samples of {samples.tokens.origin} is padding: a document has "
-        f"{samples.num_tokens / len(samples):.0f} tokens in the mean, and data.length is {samples.length}. "
+        f"{each:.0f} tokens in the mean, and data.length is {samples.length}. "
         f'Set data.packing = "documents", which puts several into a sample{shorter}.'
     )
