@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, print_json, refuse, say_written
+from bireme.cli.options import (
+    Force,
+    Json,
+    check_suffix,
+    check_writable,
+    is_one_of_many,
+    print_json,
+    refuse,
+    say_written,
+)
 from bireme.cli.options import show as show_in
 from bireme.errors import BiremeError
 
@@ -143,7 +152,7 @@ def probe(
     from bireme.report.terminal import progress_bar
     from bireme.runtime.measuring.probe import ProbeSetting, probe_here, probe_of_environment
 
-    is_started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_started = is_one_of_many()
     try:
         _check_output(output, force=force)
         if is_started and processes is not None:
@@ -175,10 +184,7 @@ def probe(
 
 
 def _check_output(output: Path | None, *, force: bool) -> None:
-    if output is not None and output.suffix != ".toml":
-        raise BiremeError(
-            f"A cluster file must end in .toml, and {output} does not. Name it {output.stem}.toml."
-        )
+    check_suffix(output, "cluster file", ".toml")
     check_writable(output, force=force)
 
 

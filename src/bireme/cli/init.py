@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import Json, check_suffix, print_json
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def init(
 
     [dim]bireme init lora.toml --for lora --model models/llama --data chats.jsonl[/dim]
     """
-    if path.suffix != ".toml":
-        raise BiremeError(f"A run file must end in .toml, and {path} does not. Name it {path.stem}.toml.")
+    check_suffix(path, "run file", ".toml")
     is_there = path.exists() or path.is_symlink()
     if is_there and not force:
         raise BiremeError(f"{path} already exists. Name another file, or overwrite it with --force.")

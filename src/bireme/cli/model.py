@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, Sets, print_json, settings_of, show
+from bireme.cli.options import Json, Sets, is_one_of_many, print_json, settings_of, show
 from bireme.cli.train import INTERRUPTED_STATUS
 from bireme.errors import BiremeError, tell
 
@@ -238,7 +238,7 @@ def generate(
 
     The model may be larger than the memory of this machine. [dim]bireme generate runs/first-run "def "[/dim]
     """
-    others = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    others = is_one_of_many()
     if others and (workers is not None or prompt == "-"):
         what = "--workers" if workers is not None else "- as the prompt"
         raise BiremeError(f"{what} is for one process, but torchrun started several. Leave it out.")

@@ -1,6 +1,7 @@
 """Options that several verbs share, and helpers to read them."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -254,6 +255,17 @@ def settings_of(*options: tuple[str, str, object]) -> list[str]:
             validated({table: {name: value}}, Tables, source=f"{option} {shlex.quote(str(value))}")
             found.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return found
+
+
+def is_one_of_many() -> bool:
+    """Whether something like torchrun has started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_suffix(path: Path | None, what: str, suffix: str) -> None:
+    """Refuse a file of another name than such a file has."""
+    if path is not None and path.suffix != suffix:
+        raise BiremeError(f"A {what} must end in {suffix}, and {path} does not. Name it {path.stem}{suffix}.")
 
 
 def say_written(*paths: Path | None) -> None:

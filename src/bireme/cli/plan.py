@@ -19,6 +19,7 @@ from bireme.cli.options import (
     Sets,
     begin,
     check_plan_file,
+    check_suffix,
     check_writable,
     print_json,
     profiled_run,
@@ -81,10 +82,7 @@ def plan(
     if file is not None:
         refuse(context, "--file asks for the forecast of one plan, and nothing is searched", "explain")
     exports = _exports_of(export or ())
-    if output is not None and output.suffix != ".json":
-        raise BiremeError(
-            f"A plan file must end in .json, and {output} does not. Name it {output.stem}.json."
-        )
+    check_suffix(output, "plan file", ".json")
     check_writable(output, *(one.path for one in exports), force=force)
     check_plan_file(file)
     profiled = profiled_run(context, run_file, set_, profiles=profile, like=like, is_fresh=fresh)

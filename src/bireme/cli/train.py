@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, print_json, settings_of
+from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, is_one_of_many, print_json, settings_of
 from bireme.cli.supervised import report_folder, supervised
 from bireme.errors import BiremeError, tell
 
@@ -63,7 +63,7 @@ def train(
     """
     sets = [] if source is None else _translated(run_file, source)
     sets += [*(set_ or ()), *settings_of(("--name", "log.name", name), ("--steps", "training.steps", steps))]
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_one_of_many():
         if dry_run:
             raise BiremeError("--dry-run plans in one process: call it without torchrun.")
         if restarts is not None:

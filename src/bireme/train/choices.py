@@ -82,20 +82,17 @@ def with_agreement(run: RunFile, mode: str, codec: str) -> RunFile:
 
 def with_choices(run: RunFile, plan: Plan) -> RunFile:
     """The run with what the planner chose, as the plan has it; it keeps the choice."""
-    return _with_shard(
-        with_agreement(run, plan.sync_mode or "allreduce", plan.sum_codec or "none"), plan.known_shard
-    )
+    return _chosen(run, plan.sync_mode or "allreduce", plan.sum_codec or "none", plan.known_shard)
 
 
 def with_choices_of(run: RunFile, begun: RunFile) -> RunFile:
     """The run with what the planner chose when it was begun."""
-    return _with_shard(with_agreement(run, begun.sync.mode, begun.sync.codec), begun.memory.shard)
+    return _chosen(run, begun.sync.mode, begun.sync.codec, begun.memory.shard)
 
 
-def _with_shard(run: RunFile, shard: str) -> RunFile:
-    if run.memory.shard != AUTO:
-        return run
-    return run.with_keys("memory", shard=shard)
+def _chosen(run: RunFile, mode: str, codec: str, shard: str) -> RunFile:
+    run = with_agreement(run, mode, codec)
+    return run.with_keys("memory", shard=shard) if run.memory.shard == AUTO else run
 
 
 # Gradients that a run keeps as principal components: what they take.

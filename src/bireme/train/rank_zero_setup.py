@@ -231,7 +231,7 @@ def set_up_run(
         cluster = as_slow_as_found(cluster, read_cluster(before.cluster), plan_before, before.metrics)
     settled = _settled(named, nodes, device, cluster, is_mode_chosen=is_mode_chosen)
     is_same = begun is not None and _is_for(begun, settled, cluster)
-    begins = state is None or state.checkpoint is None
+    begins = state is None or state[0] is None
     prepared = None if is_same else _planned_anew(settled, cluster, begun, before, begins=begins)
     sync = named.sync if prepared is None else prepared.run.sync
     if is_mode_chosen and sync.is_coordinated:
@@ -240,7 +240,7 @@ def set_up_run(
         wait(replace(_forecast(prepared, begun, nodes), survives=sync.is_coordinated))
     if state is None and (state := _newest(named, begun, environment, keepers, tell)) is None:
         return None
-    checkpoint = state.checkpoint
+    checkpoint, number = state
     if prepared is None:
         assert begun is not None, "it was begun on these devices"
         folder = begun
@@ -262,19 +262,11 @@ def set_up_run(
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
     write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
     threads = asked.cluster.threads_per_worker
-    copies = start_name(state.number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
+    copies = start_name(number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
     kept = with_agreement(named, sync.mode, AUTO)
     plans_ahead = wait is not None and may_plan_ahead(kept)
     losses = _losses(kept, nodes, texts, is_mode_chosen=is_mode_chosen) if plans_ahead else ()
     return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies, losses)
-
-
-@dataclass(frozen=True, slots=True)
-class _NewestState:
-    """What a run goes on from, if anything; `number` is that of its next start."""
-
-    checkpoint: Checkpoint | None
-    number: int
 
 
 def _newest(
@@ -283,10 +275,12 @@ def _newest(
     environment: Environment,
     keepers: Sequence[KeeperAddress],
     tell: Callable[[str], None],
-) -> _NewestState | None:
-    """The newest state of a run; None if it has done all its steps."""
+) -> tuple[Checkpoint | None, int] | None:
+    """The newest state of a run, if there is any, and the number of its next start; None if it has done all
+    its steps.
+    """
     if begun is None:
-        return _NewestState(None, 0)
+        return None, 0
     but = fetch_manifests(begun.path, run.checkpoint.folder)
     checkpoint, number = newest_state(begun.checkpoints(run), keepers, run, on_bad=tell, but=but)
     at = step_after(checkpoint)
@@ -298,7 +292,7 @@ def _newest(
         _check_progress(begun, at)
     source = "" if checkpoint is None or checkpoint.copies is None else ", from second copies"
     tell(f"{begun.path} resumes after step {at} of {run.training.steps}{source}.")
-    return _NewestState(checkpoint, number)
+    return checkpoint, number
 
 
 def has_copies(run: RunFile, width: int, started: Nodes) -> bool:

@@ -402,7 +402,13 @@ def check_same_run(
             f"{where} is from another model than model.source = {run.model.source} with data.length = "
             f"{run.data.length}. Set them to what the run was trained with, or start a new run."
         )
-    _check_same_part(folder.load_run(), run, where)
+    begun = folder.load_run().model  # whose graph the folder keeps
+    if (begun.part, begun.frozen_dtype) != (run.model.part, run.model.frozen_dtype):
+        raise BiremeError(
+            f"{where} has the state of another part of the model, or frozen weights in another format: set "
+            "model.train, model.freeze, model.lora and model.frozen_dtype back to the values in "
+            "the run.toml of the run, or start a new run."
+        )
     base = base_of_checkpoint(manifest)
     if base is not None:
         check_same_base(base, run, str(where))
@@ -420,7 +426,13 @@ def check_same_run(
                 f"{where} was written with {name} = {before[name]}, but now it is {value}, so samples would "
                 "be missed or repeated. Set it back, or start a new run."
             )
-    _tell_codec(str(manifest.extra.get(_SUM_CODEC, "none")), run.sync.codec, tell)
+    old, new = str(manifest.extra.get(_SUM_CODEC, "none")), run.sync.codec
+    if old != new:
+        more = ""
+        if parse_sum_codec(old).has_feedback:
+            keeps = parse_sum_codec(new).has_feedback
+            more = f" What {old} has not sent yet " + ("is sent with it." if keeps else "is dropped.")
+        tell(f"Sums of gradients went through sync.codec = {old} before and go through {new} now.{more}")
     form = str(manifest.extra.get(GRADIENT, "whole"))
     if form != run.training.gradient:
         tell(
@@ -440,27 +452,6 @@ def check_same_run(
         doubt = check_same_data(known, identity, data, str(where))
     if doubt:
         tell(doubt)
-
-
-def _check_same_part(before: RunFile, now: RunFile, where: Path) -> None:
-    """Refuse another trained part or another format of frozen weights: the run's folder keeps its graph."""
-    if (before.model.part, before.model.frozen_dtype) != (now.model.part, now.model.frozen_dtype):
-        raise BiremeError(
-            f"{where} has the state of another part of the model, or frozen weights in another format: set "
-            "model.train, model.freeze, model.lora and model.frozen_dtype back to the values in "
-            "the run.toml of the run, or start a new run."
-        )
-
-
-def _tell_codec(before: str, now: str, tell: Callable[[str], None]) -> None:
-    """Another codec for sums of gradients is allowed, and said."""
-    if before == now:
-        return
-    more = ""
-    if parse_sum_codec(before).has_feedback:
-        keeps = parse_sum_codec(now).has_feedback
-        more = f" What {before} has not sent yet " + ("is sent with it." if keeps else "is dropped.")
-    tell(f"Sums of gradients went through sync.codec = {before} before and go through {now} now.{more}")
 
 
 def _named(position: dict[str, JsonValue]) -> dict[str, JsonValue]:
