@@ -1,4 +1,8 @@
-"""The tables of a run file: each key with what it means, its default, and the values that it may have."""
+"""The tables of a run file: every key with its type, its bounds, its default and what it means.
+
+An empty file is the demonstration, so every key has a default or may be left out. What concerns one key
+alone is checked here, what concerns several in `checks`. Nothing here may look at files, devices or models.
+"""
 
 import math
 from collections.abc import Callable
