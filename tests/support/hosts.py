@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from bireme.runtime.processes import serve_from_here
+
 __all__ = ["CLONE_NEWNS", "CLONE_NEWUSER", "Host", "check", "enter_without", "hide", "hosts", "set_cable"]
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
@@ -49,6 +51,11 @@ class Host:
         platform._uname_cache = None  # type: ignore[attr-defined]  # of the name before
         run("mount", "--make-rslave", "/")
         run("mount", "-t", "sysfs", "none", "/sys")  # which says what cards there are
+
+    def begin(self) -> None:
+        """Be on that machine with all processes that this one starts."""
+        self.enter()
+        serve_from_here()
 
 
 def enter_without(host: Host, *folders: Path) -> None:

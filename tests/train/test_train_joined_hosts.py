@@ -38,7 +38,7 @@ class Machine:
     def type(self, *words: str, pace_s: float) -> Running:
         """Type `bireme WORDS…` there."""
         variables = {HOME: str(self._home), PACE: str(pace_s)}
-        process = Copy(["-m", "bireme", *words], self._folder, variables=variables, first=self.host.enter)
+        process = Copy(["-m", "bireme", *words], self._folder, variables=variables, first=self.host.begin)
         self._stack.callback(process.close)
         return Running(process, self._folder / "runs" / "run", process.err)
 

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from benchmarks.killing.mortal_run import losses_of_one_process
 from benchmarks.killing.session import living, name_of
-from bireme.runtime.processes import serve_from_here
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.samples import in_force
 from bireme.train.run_file import load_run_file
@@ -61,18 +59,12 @@ def launcher(
     """`bireme train WORDS…` on a host, as its launcher; without a host it takes this machine for one."""
     variables = {"RANK": str(number), "WORLD_SIZE": str(NUM_HOSTS), "GROUP_RANK": str(number)}
     variables |= {"MASTER_ADDR": master, "MASTER_PORT": port, PACE: str(PACE_S)}
-    first = None if machine is None else partial(on_host, machine)
+    first = None if machine is None else machine.begin
     process = Copy(["-m", "bireme", "train", *words], run.parent, variables=variables, first=first)
     try:
         yield Running(process, run, process.err)
     finally:
         process.close()
-
-
-def on_host(machine: Host) -> None:
-    """Be on a host, with all processes that this one starts."""
-    machine.enter()
-    serve_from_here()
 
 
 def wait_for_members(launcher: Running, *members: int) -> None:

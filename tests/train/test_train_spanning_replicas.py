@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ from tests.train.test_train_replica_hosts import (
     LEASE_S,
     PACE_S,
     TIMEOUT_SHARE,
-    on_host,
     rounds_of,
     wait_for_members,
 )
@@ -81,7 +79,7 @@ class Hosts:
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": self._port, PACE: str(PACE_S)}
         words = ["-m", "bireme", "train", *self._words]
         # With a server of its own all of the host's processes are in one session.
-        begin = serve_from_here if machine is None else partial(on_host, machine)
+        begin = serve_from_here if machine is None else machine.begin
         process = Copy(words, self.run.parent, variables=variables, first=begin)
         try:
             yield Running(process, self.run, process.err)

@@ -48,7 +48,7 @@ class Machine:
     def type(self, *words: str) -> Running:
         """Type `bireme WORDS…` there."""
         process = Copy(
-            ["-m", "bireme", *words], self._folder, variables=self._variables, first=self.host.enter
+            ["-m", "bireme", *words], self._folder, variables=self._variables, first=self.host.begin
         )
         self._stack.callback(process.close)
         return Running(process, self.run, process.err)
