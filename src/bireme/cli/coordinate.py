@@ -82,6 +82,14 @@ def coordinate(
     admit: Annotated[
         str, typer.Option(metavar="NAME", help="Let a machine take part again that was revoked, and end.")
     ] = "",
+    no_discovery: Annotated[
+        bool,
+        typer.Option(
+            "--no-discovery",
+            help="Do not answer machines of the local network that look for a coordinator. Answers give the "
+            "address, the name of the run and the version of Bireme.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Wait for machines that type `bireme join`, and train a model with all of them.
@@ -139,6 +147,7 @@ def coordinate(
         takes_part=takes_part,
         deputies=deputy or (),
         home=home,
+        answers=not no_discovery,
     )
 
     coordination.listen()
@@ -236,8 +245,13 @@ _INSTALL = (
 
 def join(
     coordinator: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="The coordinator, as it prints its address.")
-    ],
+        str,
+        typer.Argument(
+            metavar="[HOST:PORT]",
+            help="The coordinator, as it prints its address. Without it, the one that answers in the local "
+            "network.",
+        ),
+    ] = "",
     token: Annotated[
         str,
         typer.Option(
@@ -303,7 +317,9 @@ def join(
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
     from bireme.train.joined_processes import get_ready
 
-    address = address_of(coordinator)
+    if service and not coordinator:
+        raise BiremeError("--service needs the address of the coordinator: bireme join HOST:PORT --service")
+    address = address_of(coordinator or _found_address())
     own_hours = DailyHours.parse(hours) if hours else None
     limits = {"--devices": devices, "--memory": memory, "--rate": rate, "--hours": hours}
     options = {"--token": token, "--name": name, **limits}
@@ -351,6 +367,25 @@ def join(
         )
     if status:
         raise typer.Exit(status)
+
+
+def _found_address() -> str:
+    """The address of the coordinator that answers in the local network, if exactly one does."""
+    from bireme.machines.discovery import find_coordinators
+
+    found = find_coordinators()
+    for one in found:
+        tell(one.sentence)
+    if not found:
+        raise BiremeError(
+            "No coordinator answers in the local network. Type the address that `bireme coordinate` prints: "
+            "bireme join HOST:PORT"
+        )
+    if len(found) > 1:
+        raise BiremeError(
+            f"{len(found)} coordinators answer. Type the address of one: bireme join {found[0].address}"
+        )
+    return found[0].address
 
 
 def refuse_failing(sentences: list[str]) -> None:

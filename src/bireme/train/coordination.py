@@ -15,6 +15,7 @@ from typing import Any
 
 from bireme.errors import BiremeError, tell
 from bireme.machines.admission import admissions_path, issue_tokens, withdraw_tokens
+from bireme.machines.discovery import DiscoveryAnswers, FoundCoordinator
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.handover import forget_handover, handed_record, packed_handover
 from bireme.machines.keys import FILE, own_key
@@ -57,11 +58,13 @@ class Coordination(Interruptible):
         takes_part: bool,
         deputies: Sequence[str] = (),
         home: Path | None = None,
+        answers: bool = True,
     ) -> None:
         """`folder` is that of the run, `address` is this machine's for the others; port 0 is a free one. The
         run begins with the most machines at once, and with the least once no other has come for `wait_s`. If
         this machine `takes_part` in the training, `out` prints the lines of its processes. It hands over what
         they need to `deputies`. In `home` is what another coordinator has handed over to this machine.
+        If it `answers`, machines of the local network find it.
         """
         super().__init__()
         (host, port), own = address, own_key(None if home is None else home / FILE)
@@ -90,6 +93,11 @@ class Coordination(Interruptible):
         note_coordinator((host, port), own.public)  # so that this machine can join if a deputy takes over
         self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """Where machines call."""
+        self._answers: DiscoveryAnswers | None = None
+        if answers:
+            with suppress(OSError):  # there is no multicast here: people type the address
+                known_as = FoundCoordinator(self.where, folder.name, facts.bireme)
+                self._answers = DiscoveryAnswers(host, known_as)
         count = num_machines[1]
         self.tokens = (
             [] if record is not None else issue_tokens(self._admissions, own.public, count, _TOKEN_S)
@@ -117,6 +125,8 @@ class Coordination(Interruptible):
                 if gathering.has_ended:
                     self._path.unlink(missing_ok=True)
                 gathering.end()
+                if self._answers is not None:
+                    self._answers.close()
                 withdraw_tokens(self._admissions, self.tokens)
             is_urgent = self._num_interrupts > 1
             if attendance is not None:
@@ -139,6 +149,8 @@ class Coordination(Interruptible):
         gathering = self._gathering
         while not gathering.has_ended and self._num_interrupts < 2:
             gathering.turn()
+            if self._answers is not None:
+                self._answers.answer()
             if self._num_interrupts:
                 if not gathering.has_begun:
                     return
