@@ -139,7 +139,9 @@ def test_a_phase_that_is_taken_up_goes_on_with_the_machines_that_call() -> None:
     assert story.phases.phases_of("a")[0].goes
     assert story.trains == (4, "abc")
     story.progress(20)
-    story.turn(10.0)
+    story.turn(5.0)
+    story.progress(21)
+    story.turn(5.0)
     assert story.phases.following is not None
     assert (story.phases.following.number, story.phases.following.machines) == (6, ("a", "b"))
 
@@ -342,6 +344,36 @@ def test_a_member_of_a_quorum_returns_to_its_phase(is_known_before: bool) -> Non
     story.turn(100.0)
     assert [one.number for one in story.phases.phases_of("c")] == [1]
     assert story.phases.newest == 1
+
+
+def test_a_quorum_that_stands_still_without_lost_machines_is_followed_by_those_that_are_left() -> None:
+    """The phase over fewer machines is slower, so that weighing it would keep the one that stands still."""
+    story = Story(replace(RULES, needs_all=False), machines="abc")
+    story.progress(20)
+    story.turn(4.0)
+    story.progress(21)
+    story.lose("bc")
+    story.turn(11.0)
+    assert story.phases.phases_of("a")[0].end == ""
+    story.turn(1.0)
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.end(1, a=-9)
+    assert story.trains == (2, "a")
+
+
+def test_a_phase_that_was_taken_up_is_not_compared_with_a_prediction() -> None:
+    """What was predicted of it is not known any more, so a faster prediction may be no gain."""
+    story = Story(replace(RULES, needs_all=False))
+    story.phases.take_up(1, 1, {"a": "1", "b": "1", "c": "1"}, 0.0)
+    story.come("ab")
+    story.progress(20, batch_s=5.0)
+    story.turn(9.0)
+    story.progress(30, batch_s=5.0)
+    story.turn(1.0)
+    story.ready(1.0)
+    assert story.trains == (1, "abc")
+    assert story.phases.phases_of("a")[0].end == ""
+    assert story.said[-1] == "Phase 1 goes on without a new plan: no prediction."
 
 
 def test_a_stop_ends_the_run_and_no_phase_follows() -> None:

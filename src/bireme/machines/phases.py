@@ -22,6 +22,8 @@ _MOST_FAILURES = 3
 """Phases in a row that may fail without a machine lost and without a new step."""
 _MISTAKE = 2
 """The exit status of a phase that no plan fits."""
+_STILL_TIMES = 3
+"""A phase with lost machines stands still after this many times its longest wait for a step."""
 _LEAST_COMPARED = 5
 """Batches of a phase after which their seconds are compared with the prediction."""
 
@@ -101,6 +103,10 @@ class RunPhase:
     first_step: int | None = None
     """The step from which it trains."""
     step: int | None = None
+    moved_s: float = 0.0
+    """When it last came to a new step."""
+    gap_s: float = 0.0
+    """The longest time that it took to a new step."""
     batch_s: float | None = None
     """Measured seconds of a batch."""
     is_compared: bool = False
@@ -231,7 +237,9 @@ class RunPhases:
             return
         if phase.first_step is None:
             self._note_first(phase, first, now_s)
-        phase.step, phase.batch_s = step, batch_s
+        else:
+            phase.gap_s = max(phase.gap_s, now_s - phase.moved_s)
+        phase.step, phase.moved_s, phase.batch_s = step, now_s, batch_s
         if not found.is_slow:
             phase.slow_s, phase.is_weighed = None, False
         elif phase.slow_s is None:
@@ -440,7 +448,7 @@ class RunPhases:
             phase.end = phase.end or "stop"
             return
         patience_s = self.rules.patience_s
-        is_stuck = self._needs_all(phase) and bool(phase.lost)
+        is_stuck = bool(phase.lost) and (self._needs_all(phase) or self._stands_still(phase, now_s))
         gone_s = max((now_s - since_s for since_s, _ in phase.lost.values()), default=0.0)
         is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`
         if is_stuck and (is_other or gone_s >= patience_s) and phase.end != "kill":
@@ -461,6 +469,13 @@ class RunPhases:
     def _needs_all(self, phase: RunPhase) -> bool:
         return self.rules.needs_all and not (phase.forecast and phase.forecast.survives)
 
+    def _stands_still(self, phase: RunPhase, now_s: float) -> bool:
+        """Whether too few machines must be left: no new step has come for the patience, and for longer than
+        ever.
+        """
+        limit_s = max(self.rules.patience_s, _STILL_TIMES * phase.gap_s)
+        return phase.step is not None and now_s - phase.moved_s >= limit_s
+
     def _is_slow(self, phase: RunPhase, now_s: float) -> bool:
         """Whether a stage is slow for so long that a new plan is to be weighed."""
         if not self.rules.replans or phase.slow_s is None or phase.is_weighed or phase.lost:
@@ -474,8 +489,8 @@ class RunPhases:
         """Switch if that saves more than it costs over the rest of the run."""
         before_s, after_s = phase.batch_s or phase.forecast_s, following.forecast_s
         predicted_s = (following.forecast and following.forecast.before_s) or phase.forecast_s
-        if phase.batch_s is not None and predicted_s and after_s is not None:
-            after_s *= phase.batch_s / predicted_s  # predictions err in one direction
+        if phase.batch_s is not None and after_s is not None:  # predictions err in one direction
+            after_s = after_s * phase.batch_s / predicted_s if predicted_s else None
         leaving = [key for key in phase.machines if key in self._leaving]
         left, cost_s = max(self.rules.steps - (phase.step or 0), 0), self._cost_s or FIRST_COST_S
         if leaving:
