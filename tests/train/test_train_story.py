@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not TRY_ALL, reason="four machines for minutes: make test-all"),
 ]
 NARROW = "gpt:layers=4,width=16,heads=2,vocab=257,context=32"
-"""Much work for few gradients, so that a fourth machine is predicted to save time although its link is slow."""
+"""Much work for few gradients, so that a fourth machine with a slow link is predicted to save time."""
 CUT_S = 12.0
 """Longer than a lease, and shorter than the patience with which the run is planned again."""
 

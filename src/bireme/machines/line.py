@@ -8,9 +8,7 @@ be said that it is there and takes the key. Requests are texts in JSON, data are
     call port, key ──▶ error                     findings lines ──▶ noted
 """
 
-import json
 import os
-import select
 import socket
 import threading
 import time
@@ -23,27 +21,18 @@ from typing import Any
 from bireme.errors import BiremeError
 from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.own_machine import MachineFacts
-from bireme.wire.connection import (
-    HEADER_BYTES,
-    VERSION,
-    Connection,
-    FrameKind,
-    frame_header,
-    read_frame_header,
-    wait_for,
-)
+from bireme.wire.connection import VERSION
 from bireme.wire.encryption import EncryptedSocket
 from bireme.wire.listener import (
-    AGAIN_S,
-    TRIES,
     Caller,
     ListenerThread,
-    authenticated,
+    call_by,
     call_port,
     interface_of,
     new_key,
     open_port,
 )
+from bireme.wire.messages import MessageConnection
 
 Address = tuple[str, int]
 TIMEOUT_S = 5.0
@@ -64,54 +53,21 @@ _CUT = ("line", "large messages")
 """Checks after which, if they fail, nothing more can be asked."""
 
 
-class RequestLine:
+class RequestLine(MessageConnection):
     """Requests and data over a connection, at either end."""
 
     def __init__(self, made: socket.socket) -> None:
-        self.socket = made
-        self._connection = Connection(made)
-        self._data = bytearray()
+        super().__init__(made, TIMEOUT_S, most_bytes=_MOST_WORDS_BYTES)
 
-    def say(self, words: Mapping[str, Any]) -> None:
-        """Send words. Raises an `OSError` if they are not taken."""
-        self._connection.say(json.dumps(words).encode())
-        self._connection.flush(TIMEOUT_S)
-
-    def hear(self) -> dict[str, Any]:
-        """The next text. Raises an `OSError` if it does not come."""
-        found = json.loads(self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES)))
+    def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
+        """The next text; empty if it is no JSON object. Raises an `OSError` if it does not come."""
+        found = super().hear(limit_s=limit_s)
         return found if isinstance(found, dict) else {}
 
     def ask(self, what: str, **words: Any) -> dict[str, Any]:
         """The answer to a request. Raises an `OSError` or a `ValueError` if none comes."""
         self.say({"do": what, **words})
         return self.hear()
-
-    def send(self, num_bytes: int) -> None:
-        """Send a frame of that many bytes."""
-        body = memoryview(bytes(num_bytes))
-        self._connection.send(memoryview(frame_header(FrameKind.TENSOR, num_bytes)), body)
-        self._connection.flush(TIMEOUT_S)
-
-    def take(self) -> None:
-        """Wait for a frame of bytes, and throw it away."""
-
-        def place(header: bytes) -> memoryview:
-            num_bytes = read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES
-            if num_bytes > _MOST_BYTES:
-                raise ConnectionError(f"{num_bytes} bytes were announced")
-            self._data = bytearray(num_bytes)
-            return memoryview(self._data)
-
-        self._come(lambda: self._connection.next_frame(place))
-
-    def _come(self, read: Callable[[], bytes | None]) -> bytes:
-        began_s = time.monotonic()
-        while (found := read()) is None:
-            left_s = max(self._connection.came_s, began_s) + TIMEOUT_S - time.monotonic()
-            if not wait_for(self._connection, select.POLLIN, left_s):
-                raise TimeoutError(f"nothing has come for {TIMEOUT_S:g} s")
-        return found
 
 
 def opened(address: Address, remedy: str) -> socket.socket:
@@ -166,10 +122,10 @@ def answer_check(line: RequestLine, asked: Mapping[str, Any], peer: str, own: Ma
         case "ping":
             line.say({"now_s": time.time()})
         case "take":
-            line.take()
+            line.take_at_most(_MOST_BYTES)
             line.say({})
         case "give":
-            line.send(min(int(asked["bytes"]), _MOST_BYTES))
+            line.send(bytes(min(int(asked["bytes"]), _MOST_BYTES)))
         case "call":
             line.say({"error": _call_back(peer, int(asked["port"]), str(asked["key"]))})
 
@@ -234,46 +190,42 @@ def _called(
     where = found[0][4][0]
     if where != host:
         yield well("name", f"{host} is {where}")
+    made, stop = None, None
     try:
-        for tries_left in reversed(range(TRIES)):
-            made = yield from _connected(address, listening)
-            if made is None:
-                return None
-            stop = _stranger(made, address)
-            if stop is not None:
-                made.close()
-                yield stop
-                return None
-            if tries_left == TRIES - 1:
-                yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
-            try:
-                made = authenticated(made, key, purpose)
-                break
-            except ConnectionResetError:  # too many strangers call there
-                if not tries_left:
-                    raise
-                time.sleep(AGAIN_S)
+        made = call_by(lambda: _greeted(address, listening), key, purpose)
+    except _StopError as error:
+        yield error.finding
+        return None
     except BiremeError as error:
-        yield fails("encryption", str(error), "")
-        return None
+        stop = fails("encryption", str(error), "")
     except TimeoutError:
-        yield fails("line", f"{host}:{port} greets and then falls silent: {_MTU[0]}.", _MTU[1])
-        return None
+        stop = fails("line", f"{host}:{port} greets and then falls silent: {_MTU[0]}.", _MTU[1])
     except OSError:
-        yield listening.refusal
+        stop = listening.refusal
+    yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
+    if made is None:
+        assert stop is not None, "there is a connection, or the finding why not"
+        yield stop
         return None
-    assert made is not None, "the last try returns or raises"
     is_encrypted = isinstance(made, EncryptedSocket)
     text = "the line is encrypted (TLS 1.3)" if is_encrypted else "the line is not encrypted"
     yield well("encryption", text)
     return RequestLine(made)
 
 
-def _connected(address: Address, listening: _Listening) -> Generator[Finding, None, socket.socket | None]:
-    """A connection, or the finding why there is none."""
+class _StopError(Exception):
+    """No Bireme of this version can be called there."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+def _greeted(address: Address, listening: _Listening) -> socket.socket:
+    """A connection to a Bireme of this version. Raises a `_StopError` if there is none."""
     host, port = address
     try:
-        return socket.create_connection(address, timeout=TIMEOUT_S)
+        made = socket.create_connection(address, timeout=TIMEOUT_S)
     except ConnectionRefusedError:
         text = f"{host} is there, and nothing listens at its port {port}."
         remedy = f"Start `{listening.command}` there, or compare the port with the run's."
@@ -283,8 +235,13 @@ def _connected(address: Address, listening: _Listening) -> Generator[Finding, No
     except OSError as error:
         text = f"no way leads to {host}: {error.strerror or error}."
         remedy = "Check that both machines are in one network or VPN, and the cable."
-    yield fails("port", text, remedy)
-    return None
+    else:
+        stop = _stranger(made, address)
+        if stop is None:
+            return made
+        made.close()
+        raise _StopError(stop)
+    raise _StopError(fails("port", text, remedy)) from None
 
 
 def _stranger(made: socket.socket, address: Address) -> Finding | None:
@@ -433,11 +390,11 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
 
     def give(num_bytes: int) -> None:
         line.say({"do": "give", "bytes": num_bytes})
-        line.take()
+        line.take_at_most(_MOST_BYTES)
 
     def take(num_bytes: int) -> None:
         line.say({"do": "take"})
-        line.send(num_bytes)
+        line.send(bytes(num_bytes))
         line.hear()
 
     speeds: dict[str, float] = {}

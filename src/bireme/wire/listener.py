@@ -44,7 +44,7 @@ GREETING_S = 5.0
 MOST_STRANGERS = 64
 """Callers that have not answered yet."""
 _MOST_AT_ONCE = 16
-TRIES, AGAIN_S = 5, 0.05
+_TRIES, _AGAIN_S = 5, 0.05
 """Calls of a listener that hangs up, which may have too many strangers, and the pause between them."""
 _LOOK_S = 0.5
 _HUNG_UP = "the listener has hung up: it is of another run, or closes"
@@ -330,22 +330,23 @@ def call(address: str, key: str, purpose: bytes, timeout_s: float) -> socket.soc
                 return made
         return socket.create_connection((host, int(port)), timeout=timeout_s)
 
-    return _called(connect, key, purpose)
+    return call_by(connect, key, purpose)
 
 
 def call_port(address: tuple[str, int], key: str, timeout_s: float) -> socket.socket:
     """An authenticated connection to a port. Raises an `OSError` if there is none, or if the key is wrong."""
-    return _called(lambda: socket.create_connection(address, timeout=timeout_s), key, b"")
+    return call_by(lambda: socket.create_connection(address, timeout=timeout_s), key, b"")
 
 
-def _called(connect: Callable[[], socket.socket], key: str, purpose: bytes) -> socket.socket:
-    for tries_left in reversed(range(TRIES)):
+def call_by(connect: Callable[[], socket.socket], key: str, purpose: bytes) -> socket.socket:
+    """An authenticated connection, of which `connect` makes each try."""
+    for tries_left in reversed(range(_TRIES)):
         try:
             return authenticated(connect(), key, purpose)
         except ConnectionResetError:  # too many strangers call there
             if not tries_left:
                 raise
-            time.sleep(AGAIN_S)
+            time.sleep(_AGAIN_S)
     raise AssertionError("the last try returns or raises")
 
 

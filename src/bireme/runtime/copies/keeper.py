@@ -34,9 +34,9 @@ from bireme.runtime.copies.versions import (
     whole_message,
 )
 from bireme.runtime.exchange.for_others import HEAL_SHARE
-from bireme.runtime.exchange.peer_connections import TensorConnection
 from bireme.runtime.processes import Process, start_process
 from bireme.wire.listener import Caller, Doorway, ListenerThread, call, new_key
+from bireme.wire.messages import MessageConnection
 
 _MOST_MESSAGE_BYTES = CHUNK_BYTES + 64
 _LEAST_PRIORITY = 19
@@ -54,7 +54,7 @@ class KeeperAddress:
     key: str
 
 
-class RequestConnection(TensorConnection):
+class RequestConnection(MessageConnection):
     """Texts and chunks on a connection to a `RequestServer`."""
 
     def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
@@ -70,16 +70,7 @@ class RequestConnection(TensorConnection):
 
     def chunk(self) -> bytes:
         """The next frame of bytes."""
-        found = bytearray()
-
-        def place(num_bytes: int) -> memoryview:
-            if num_bytes > _MOST_MESSAGE_BYTES:
-                raise ConnectionError(f"a chunk of {num_bytes} bytes was announced")
-            found.extend(bytes(num_bytes))
-            return memoryview(found)
-
-        self.take(place)
-        return bytes(found)
+        return self.take_at_most(_MOST_MESSAGE_BYTES)
 
 
 @contextmanager

@@ -4,8 +4,6 @@ Of two ranks the one of the higher replica calls. All listening is by one thread
 request of another rank has a thread of its own.
 """
 
-import json
-import select
 import socket
 import threading
 import time
@@ -19,67 +17,16 @@ from torch import Tensor
 
 from bireme.sync.coordinator.messages import RankId
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, bytes_of
-from bireme.wire.connection import (
-    HEADER_BYTES,
-    Connection,
-    FrameKind,
-    frame_header,
-    read_frame_header,
-    wait_for,
-)
 from bireme.wire.listener import Caller, Doorway, ListenerThread, call
+from bireme.wire.messages import MessageConnection
 
 # Tensors on a connection of their own: a text that announces them, and a frame for each.
 #
 # They are what one process gives another outside of rounds: committed sums, snapshots and second copies.
 
-_PIECE_BYTES = 1 << 20
-_MOST_WORDS_BYTES = 1 << 28
-_LOOK_S = 0.1
 
-
-class TensorConnection:
-    """Texts and the bytes of tensors on a connection. Raises an `OSError` if nothing moves for `timeout_s`.
-    With `look`, which is called while nothing moves and ends a wait by what it raises, the first bytes may
-    take as long as they like.
-    """
-
-    def __init__(self, made: socket.socket, timeout_s: float, look: Callable[[], None] | None = None) -> None:
-        self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
-        self._timeout_s, self._look = timeout_s, look
-
-    def say(self, words: Mapping[str, Any]) -> None:
-        """Send a text."""
-        self._connection.say(json.dumps(words).encode())
-        self._connection.flush(self._timeout_s)
-
-    def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
-        """The next text; it may take `limit_s`, by default the timeout."""
-        text = self._come(lambda: self._connection.next_text(_MOST_WORDS_BYTES), limit_s or self._timeout_s)
-        found: dict[str, Any] = json.loads(text)
-        return found
-
-    def send(self, *views: bytes | memoryview, share: float = 1.0) -> int:
-        """Send a frame of bytes, in at most that share of the time of a link; returns how many these are."""
-        num_bytes = sum(map(len, views))
-        header = frame_header(FrameKind.TENSOR, num_bytes)
-        *first, last = (memoryview(one) for one in (header, *views))
-        for begin in range(0, max(len(last), 1), _PIECE_BYTES):
-            began_s = time.monotonic()
-            self._connection.send(*first, last[begin : begin + _PIECE_BYTES])
-            self._connection.flush(self._timeout_s)
-            first = []
-            if share < 1.0:
-                time.sleep((time.monotonic() - began_s) * (1.0 / share - 1.0))
-        return num_bytes
-
-    def take(self, place: Callable[[int], memoryview]) -> None:
-        """Read the next frame of bytes into the memory that `place` has for that many."""
-
-        def place_of(header: bytes) -> memoryview:
-            return place(read_frame_header(header, FrameKind.TENSOR).num_bytes - HEADER_BYTES)
-
-        self._come(lambda: self._connection.next_frame(place_of), self._timeout_s)
+class TensorConnection(MessageConnection):
+    """Texts and the bytes of tensors on a connection."""
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
         """Read the next frames into these tensors."""
@@ -99,19 +46,6 @@ class TensorConnection:
             name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in words["tensors"]
         }
         self.fill(found.values())
-        return found
-
-    def _come(self, read: Callable[[], bytes | None], limit_s: float) -> bytes:
-        """The next frame, once it is complete."""
-        connection, began_s = self._connection, time.monotonic()
-        while (found := read()) is None:
-            left_s = max(connection.came_s, began_s) + limit_s - time.monotonic()
-            if wait_for(connection, select.POLLIN, left_s if self._look is None else _LOOK_S):
-                continue
-            if self._look is not None:
-                self._look()
-            if left_s <= 0 and (self._look is None or connection.came_bytes):
-                raise TimeoutError(f"nothing has come for {limit_s:g} s")
         return found
 
 
