@@ -61,7 +61,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
 ) -> None:
     path = planned(tmp_path, "quorum", model=NARROW)
     more = settings(
-        training__steps=1500,
+        training__steps=1000,
         training__batch_size=48,
         training__learning_rate=0.0005,
         plan__schedule="1f1b",
@@ -86,7 +86,8 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         first.wait_for_step(3)
         second.wait_for_words("bireme coordinate --take-over run")
 
-        last = gray.type(*lines[2], "--name", "gray")
+        last = gray.type("join", *lines[2][2:], "--name", "gray")  # finds the coordinator in its network
+        last.wait_for_words(f"{lines[2][1]} coordinates the run run with Bireme")
         first.wait_for_words("Phase 2 trains")
         first.wait_for_words("Phase 2: a batch takes")
 
@@ -110,7 +111,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         assert successor.process.returncode == 0, said
         assert [one.process.wait(patience_s()) for one in (second, third)] == [0, 0], second.said
     assert "green (10.98.0.3) is back" in said
-    assert json.loads(out)["run"]["steps"] == 1500
+    assert json.loads(out)["run"]["steps"] == 1000
     assert not [*(tmp_path / "blue" / "deputy").iterdir()]
     check = check_ledger(blue.run / "ledger.jsonl")
     assert check.is_whole
