@@ -64,10 +64,10 @@ def test_a_machine_takes_part_only_if_a_valid_token_admitted_it_and_nobody_revok
         elif what == "wait":
             now_s += first
         elif what == "revoke machine" and KEYS[first] in admitted:
-            found = found.revoke(KEYS[first])
+            found = found.marked(KEYS[first], is_revoked=True)
             revoked.add(KEYS[first])
         elif what == "revoke token" and first < len(secrets):
-            found = found.revoke(digest_of(secrets[first]))
+            found = found.marked(digest_of(secrets[first]), is_revoked=True)
             gone.add(first)
         elif what == "admit":
             key, secret = KEYS[second], secrets[first] if first < len(secrets) else "ab" * 16
@@ -101,7 +101,7 @@ def test_the_list_in_a_file_gives_no_secret_away_and_is_read_back(tmp_path: Path
     assert read_admissions(path) == AdmissionList()
     change_admissions(path, give)
     change_admissions(path, lambda one: one.admit(secrets[0], KEYS[0], "host-0", 6.0))
-    changed = change_admissions(path, lambda one: one.revoke("host-0"))
+    changed = change_admissions(path, lambda one: one.marked("host-0", is_revoked=True))
     assert read_admissions(path) == changed
     assert secrets[0] not in path.read_text()
     with pytest.raises(BiremeError, match="has been revoked"):
@@ -119,7 +119,7 @@ def test_a_list_that_was_damaged_is_not_believed(tmp_path: Path, old: str, new: 
     path.write_text(path.read_text().replace(old, new))
     before = path.read_bytes()
     with pytest.raises(BiremeError, match=r"admitted\.json"):
-        change_admissions(path, lambda one: one.revoke(KEYS[1]))
+        change_admissions(path, lambda one: one.marked(KEYS[1], is_revoked=True))
     assert path.read_bytes() == before
 
 
@@ -127,13 +127,13 @@ def test_what_is_revoked_must_be_one_thing() -> None:
     found = AdmissionList(tuple(AdmittedMachine(key, "host", 1.0) for key in KEYS[:2]))
     for word, num in (("host", "more than one"), ("guest", "no"), ("", "more than one")):
         with pytest.raises(BiremeError, match=f"There is {num} machine or token"):
-            found.revoke(word)
+            found.marked(word, is_revoked=True)
 
 
 def test_a_list_is_begun_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     path = tmp_path / "new" / "admitted.json"
     with pytest.raises(BiremeError, match="nobody"):
-        change_admissions(path, lambda found: found.revoke("nobody"))
+        change_admissions(path, lambda found: found.marked("nobody", is_revoked=True))
     change_admissions(path, lambda found: found.with_token(0.0, 60.0)[0])
     assert len(read_admissions(path).tokens) == 1
 

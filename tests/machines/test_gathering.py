@@ -159,10 +159,10 @@ def test_who_is_not_let_in_reads_one_sentence(meeting: Meeting) -> None:
 
 def test_a_revoked_machine_is_let_go_and_may_be_admitted_again(meeting: Meeting) -> None:
     blue = meeting.join(BLUE, "blue", meeting.token())
-    change_admissions(meeting.list, lambda found: found.revoke("blue"))
+    change_admissions(meeting.list, lambda found: found.marked("blue", is_revoked=True))
     with pytest.raises(BiremeError, match="The key of blue has been revoked"):
         blue._ask("beat", **NO_NEWS)
-    change_admissions(meeting.list, lambda found: found.admit_again("blue"))
+    change_admissions(meeting.list, lambda found: found.marked("blue", is_revoked=False))
     assert not blue._ask("beat", **NO_NEWS)["error"]
 
 
@@ -261,7 +261,7 @@ def test_a_coordinator_is_known_once_it_has_admitted(monkeypatch: pytest.MonkeyP
 def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meeting: Meeting) -> None:
     """It was dropped, and ended with a mistake of who typed when it was heard again."""
     blue = meeting.join(BLUE, "blue", meeting.token())
-    meeting.gathering.note_cut(BLUE.public, blue.offer.instance, time.monotonic())
+    meeting.gathering.leave(BLUE.public, blue.offer.instance, time.monotonic(), for_good=False)
     assert meeting.gathering.machines() == []
     assert blue._beat() is None
     assert [one["name"] for one in meeting.gathering.machines()] == ["blue"]
@@ -320,7 +320,7 @@ def test_a_list_that_cannot_be_read_any_more_puts_no_machine_out(meeting: Meetin
     (sentence,) = (one for one in meeting.told if "the list counts as it was" in one)
     assert str(meeting.list) in sentence
     meeting.list.write_text(whole)
-    change_admissions(meeting.list, lambda found: found.revoke("blue"))
+    change_admissions(meeting.list, lambda found: found.marked("blue", is_revoked=True))
     with pytest.raises(BiremeError, match="The key of blue has been revoked"):
         blue._ask("beat", **NO_NEWS)
 

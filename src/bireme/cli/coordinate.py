@@ -229,9 +229,7 @@ def _change_list(revoke: str, admit: str) -> None:
 
     if revoke and admit:
         raise BiremeError("Give --revoke or --admit, not both.")
-    change_admissions(
-        admissions_path(), lambda found: found.revoke(revoke) if revoke else found.admit_again(admit)
-    )
+    change_admissions(admissions_path(), lambda found: found.marked(revoke or admit, is_revoked=bool(revoke)))
     typer.echo(f"{revoke} may take part no more." if revoke else f"{admit} may take part again.")
 
 

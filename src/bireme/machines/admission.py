@@ -134,17 +134,10 @@ class AdmissionList:
             raise BiremeError(f"The key of {found.name} has been revoked.")
         return found
 
-    def revoke(self, word: str) -> "AdmissionList":
-        """The list without the machine of that name, or the machine or the token whose key or digest begins
-        so: it stays listed, and counts no more.
+    def marked(self, word: str, *, is_revoked: bool) -> "AdmissionList":
+        """The list in which the machine of that name, or the machine or the token whose key or digest begins
+        so, counts no more, or counts again. It stays listed.
         """
-        return self._marked(word, is_revoked=True)
-
-    def admit_again(self, word: str) -> "AdmissionList":
-        """The list in which a revoked machine or token, named as for `revoke`, counts again."""
-        return self._marked(word, is_revoked=False)
-
-    def _marked(self, word: str, *, is_revoked: bool) -> "AdmissionList":
         machines = self.named(word)
         tokens = [one for one in self.tokens if one.digest.startswith(word)]
         if len(machines) + len(tokens) != 1 or not word:
@@ -153,14 +146,11 @@ class AdmissionList:
                 f"There is {num} machine or token {word!r}. Give a name, or the beginning of a key that only "
                 "one of them has."
             )
+        changed = {one: replace(one, is_revoked=is_revoked) for one in (*machines, *tokens)}
         return replace(
             self,
-            machines=tuple(
-                replace(one, is_revoked=is_revoked) if one in machines else one for one in self.machines
-            ),
-            tokens=tuple(
-                replace(one, is_revoked=is_revoked) if one in tokens else one for one in self.tokens
-            ),
+            machines=tuple(changed.get(one, one) for one in self.machines),
+            tokens=tuple(changed.get(one, one) for one in self.tokens),
         )
 
     def named(self, word: str) -> list[AdmittedMachine]:

@@ -43,9 +43,23 @@ _MOST_UNKNOWN = 8
 _SEEN_S = 5.0
 """How long a machine counts as there after its last request."""
 
-_OFFER, _REPORTS = TypeAdapter(MachineOffer), TypeAdapter(list[PhaseReport])
-_SERVED = TypeAdapter(dict[str, str])
-_LINES = TypeAdapter(list[tuple[int, str, str]])
+
+@dataclass(frozen=True, slots=True)
+class MachineBeat:
+    """What a machine says every second: a `port` that is free there, how its `phases` are, the `lines` that
+    these have printed, whether it is to leave, the digest of what was handed over to it, and where it serves
+    the model of the run that has ended there.
+    """
+
+    port: int
+    phases: tuple[PhaseReport, ...]
+    lines: tuple[tuple[int, str, str], ...]
+    leaves: bool
+    handover: str
+    model: dict[str, str] | None
+
+
+_OFFER, _BEAT = TypeAdapter(MachineOffer), TypeAdapter(MachineBeat)
 
 
 @dataclass(slots=True)
@@ -236,18 +250,10 @@ class Gathering:
         wanted = f"{self._least} to {self._most}" if self._least < self._most else str(self._most)
         return f"{self._num_here} of {wanted} machines are here."
 
-    def beat(
-        self,
-        public: str,
-        port: int,
-        reports: Sequence[PhaseReport],
-        lines: Sequence[tuple[int, str, str]],
-        *,
-        leaves: bool = False,
-    ) -> dict[str, Any]:
-        """A machine reports how it is, with a port that is free there, and gets the phases that it takes part
-        in: none once the run goes on without it, if it `leaves`. If it was silent for too long, it is to
-        offer itself again. Raises a `BiremeError` if it is not admitted any more.
+    def beat(self, public: str, told: MachineBeat) -> dict[str, Any]:
+        """A machine reports how it is, and gets the phases that it takes part in: none once the run goes on
+        without it, if it `leaves`. If it was silent for too long, it is to offer itself again. Raises a
+        `BiremeError` if it is not admitted any more.
         """
         name = self.admitted(public)
         with self._lock:
@@ -255,18 +261,20 @@ class Gathering:
             if one is None or one.is_gone:
                 return {"error": "", "is_known": False}
             now_s = one.seen_s = time.monotonic()
-            one.offer = replace(one.offer, port=port)
-            for phase, stream, text in lines:
+            one.offer = replace(one.offer, port=told.port)
+            for phase, stream, text in told.lines:
                 if stream == "out" and self._run.as_json:
                     self._documents.setdefault(phase, []).append(text)
                 elif not one.is_own and phase not in self._phases.unused:
                     self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
-            self._phases.note_leaves(public, leaves=leaves)
+            self._phases.note_leaves(public, leaves=told.leaves)
             before = self._phases.num_news
-            for report in reports:
+            for report in told.phases:
                 self._note(one, report, now_s)
             if self._phases.num_news > before:
                 self.turn()  # what follows is in this answer
+            if told.model is not None:
+                self.models[name] = told.model
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
             return {
                 "error": "",
@@ -285,9 +293,11 @@ class Gathering:
                 "is_over": self.has_ended,
                 "status": self.status,
                 "addresses": [*addresses],
+                "handover": self._handover_to(public, told.handover),
+                "stays": told.model is not None and not self._has_closed,
             }
 
-    def handover_to(self, public: str, digest: str) -> str:
+    def _handover_to(self, public: str, digest: str) -> str:
         """What a deputy lacks that has the handover of that digest; empty for other machines. A name that two
         machines have names none.
         """
@@ -302,12 +312,6 @@ class Gathering:
             self._tell(f"{admitted.check(public).name} can coordinate the run if this machine is lost.")
         return ""
 
-    def note_model(self, public: str, words: object) -> bool:
-        """A machine serves the model of the run, or none; whether it waits for this machine to fetch it."""
-        if words is not None:
-            self.models[self.admitted(public)] = _read(_SERVED, words)
-        return words is not None and not self._has_closed
-
     def _note(self, one: _Member, report: PhaseReport, now_s: float) -> None:
         if report.number >= one.phase:
             one.phase = report.number
@@ -321,19 +325,19 @@ class Gathering:
         if report.statuses is not None:
             self._phases.note_ended(report.number, one.public, report.statuses)
 
-    def leave(self, public: str, instance: str, *, returns: str = "") -> None:
-        """A machine has left for good, or for some hours: `returns` is when it means to return."""
-        self._leave(public, instance, math.inf, for_good=True, returns=returns)
-
-    def note_cut(self, public: str, instance: str, answered_s: float) -> None:
-        """A line is cut on which the machine had its last answer at `answered_s` (`time.monotonic`): it is
-        gone unless it has called again since.
-        """
-        self._leave(public, instance, answered_s)
-
-    def _leave(
-        self, public: str, instance: str, until_s: float, *, for_good: bool = False, returns: str = ""
+    def leave(
+        self,
+        public: str,
+        instance: str,
+        until_s: float = math.inf,
+        *,
+        for_good: bool = True,
+        returns: str = "",
     ) -> None:
+        """A machine has left for good, or for some hours: `returns` is when it means to return. Or its line
+        is cut, on which it had its last answer at `until_s` (`time.monotonic`): then it is gone unless it
+        has called again since, and not `for_good`.
+        """
         with self._lock:
             one = self._members.get(public)
             if one is None or one.is_gone or one.offer.instance != instance:
@@ -456,7 +460,7 @@ class GatheringListener:
                         line.say(self._answer(public, instance, seen, asked))
                         answered_s = time.monotonic()
             finally:
-                self._gathering.note_cut(public, instance, answered_s)
+                self._gathering.leave(public, instance, answered_s, for_good=False)
 
     def _let_in(self, line: RequestLine, public: str) -> bool:
         """Whether a caller may go on. The first request says with which token; without one it is known."""
@@ -486,13 +490,7 @@ class GatheringListener:
                 case "offer":
                     gathering.take_offer(public, gathering.address_of(seen), asked["offer"])
                 case "beat":
-                    reports, lines = _read(_REPORTS, asked["phases"]), _read(_LINES, asked["lines"])
-                    leaves = bool(asked["leaves"])
-                    return {
-                        **gathering.beat(public, int(asked["port"]), reports, lines, leaves=leaves),
-                        "handover": gathering.handover_to(public, str(asked["handover"])),
-                        "stays": gathering.note_model(public, asked["model"]),
-                    }
+                    return gathering.beat(public, _read(_BEAT, asked))
                 case _:
                     gathering.leave(public, instance, returns=str(asked["returns"]))
         except BiremeError as refusal:
