@@ -147,11 +147,12 @@ def test_a_phase_that_is_taken_up_goes_on_with_the_machines_that_call() -> None:
 
 
 def test_a_phase_that_failed_before_it_is_taken_up_is_followed_once_its_machines_have_called() -> None:
-    """The first that called trained alone."""
-    for others, after_s, trains in (("b", 0.0, "ab"), ("", 10.0, "a")):
+    """The first that called trained alone, also if it reported its progress before its processes ended."""
+    for others, after_s, trains, step in (("b", 0.0, "ab", 0), ("b", 0.0, "ab", 7), ("", 10.0, "a", 7)):
         story = Story()
         story.phases.take_up(1, 1, {"a": "1", "b": "0"}, 0.0)
         story.come("a")
+        story.progress(step)
         story.end(1, a=1)
         story.turn(5.0)
         assert story.trains == (0, "")

@@ -344,8 +344,12 @@ class RunPhases:
         if not self.has_begun:
             is_quiet = now_s - self._changed_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
-        is_early = now_s - self._taken_up_s < rules.patience_s and not self._awaited <= self.machines.keys()
-        return bool(there) and not there <= self._refused and not is_early
+        return bool(there) and not there <= self._refused and not self._is_early(now_s)
+
+    def _is_early(self, now_s: float) -> bool:
+        """Whether machines of a run that was taken up may still call."""
+        is_recent = now_s - self._taken_up_s < self.rules.patience_s
+        return is_recent and not self._awaited <= self.machines.keys()
 
     def _prepare(self, *, for_slow: bool = False) -> None:
         """Have processes of a new phase started on all machines that are there."""
@@ -461,7 +465,8 @@ class RunPhases:
                 self._decide(phase, following, now_s)
         elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
             is_quiet = now_s - self._changed_s >= patience_s
-            if phase.step is not None and (is_quiet or is_stuck or self._leaving):
+            has_reason = is_quiet or (is_stuck and not self._is_early(now_s)) or self._leaving
+            if phase.step is not None and has_reason:
                 self._prepare()
         elif self._is_slow(phase, now_s):
             self._prepare(for_slow=True)
