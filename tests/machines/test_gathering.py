@@ -123,7 +123,7 @@ def test_two_machines_are_admitted_once_and_given_their_numbers(
     monkeypatch.setenv(VARIABLE, policy)
     blue = meeting.join(BLUE, "blue", meeting.token())
     meeting.gathering.turn()
-    assert not meeting.gathering.has_begun
+    assert not meeting.gathering.phases.has_begun
     green = meeting.join(GREEN, "green", meeting.token())
     meeting.gathering.turn()
     orders = [one._ask("beat", **NO_NEWS)["phases"][0]["orders"] for one in (blue, green)]
@@ -204,9 +204,9 @@ def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
     one._ask("beat", **ended(1, [1, "err", "bireme: it failed"]))
     assert meeting.told[-1] == "blue: it failed"
     meeting.gathering.turn()
-    assert not meeting.gathering.has_ended
+    assert not meeting.gathering.phases.is_over
     assert other._ask("beat", **ended(0))["is_over"]  # at once
-    assert (meeting.gathering.has_ended, meeting.gathering.status) == (True, 0)
+    assert (meeting.gathering.phases.is_over, meeting.gathering.phases.status) == (True, 0)
     with pytest.raises(BiremeError, match="The run has ended"):
         meeting.join(GREEN, "green")
 
@@ -273,7 +273,7 @@ def test_a_machine_that_was_silent_before_the_run_began_offers_itself_again(meet
 def test_what_processes_of_a_phase_say_that_was_given_up_is_not_shown(meeting: Meeting) -> None:
     """Its processes end in any order, and each said that it had lost another one."""
     blue = meeting.join(BLUE, "blue", meeting.token())
-    meeting.gathering._phases.unused.add(2)
+    meeting.gathering.phases.unused.add(2)
     blue._ask("beat", **{**NO_NEWS, "lines": [[1, "err", "it trains"], [2, "err", "it lost another rank"]]})
     assert "blue: it trains" in meeting.told
     assert not any("lost another rank" in one for one in meeting.told)

@@ -120,7 +120,7 @@ def test_machines_find_their_coordinator_at_its_address_and_at_the_others_that_t
         assert blue._beat() is None
         made = taken_up(meeting, kept)
         made.turn()
-        assert not made.has_ended
+        assert not made.phases.is_over
         meeting.listener = GatheringListener(made, (place, port), OWN, FACTS)
         ends_s = time.monotonic() + patience_s()
         while (answer := blue._beat()) is None:
@@ -139,10 +139,10 @@ def test_a_phase_ends_if_none_of_its_machines_calls_the_coordinator_that_takes_i
     meeting.close()
     made = taken_up(meeting, kept, replace(RUN, patience_s=60.0))
     made.turn()
-    assert made._phases.current is not None
+    assert made.phases.current is not None
     made = taken_up(meeting, kept, replace(RUN, patience_s=0.0))
     made.turn()
-    assert (made.has_ended, made._phases.current) == (False, None)
+    assert (made.phases.is_over, made.phases.current) == (False, None)
     assert meeting.told[-1] == "Phase 1 has ended, and the run goes on from its newest state."
     meeting.listener = GatheringListener(made, ("127.0.0.1", 0), OWN, FACTS)
     meeting.address = ("127.0.0.1", meeting.listener.port)

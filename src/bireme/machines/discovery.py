@@ -20,6 +20,7 @@ from typing import Annotated
 from annotated_types import Len
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
+from bireme.machines.findings import printable
 from bireme.wire.listener import interface_of
 
 DISCOVERY_PORT = 29600
@@ -43,8 +44,7 @@ class FoundCoordinator:
     @property
     def sentence(self) -> str:
         """The answer in words, without letters that a terminal would act on."""
-        text = f"{self.address} coordinates the run {self.run} with Bireme {self.version}."
-        return "".join(filter(str.isprintable, text))
+        return printable(f"{self.address} coordinates the run {self.run} with Bireme {self.version}.")
 
 
 _FOUND = TypeAdapter(FoundCoordinator)

@@ -14,7 +14,6 @@ torchrun would. `phases.py` decides when another phase follows.
 """
 
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,13 +26,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from bireme.errors import BiremeError
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
+from bireme.machines.findings import printable
 from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
-from bireme.machines.line import Address, RequestLine, answer_check, opened
+from bireme.machines.line import Address, LineListener, RequestLine, answer_check
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseRules, RunPhase, RunPhases
-from bireme.wire.listener import Caller, ListenerThread, new_key
+from bireme.wire.listener import Caller, new_key
 
 PURPOSE = b"join"
 """A caller gives its public key and this word."""
@@ -102,7 +102,8 @@ class Gathering:
         self._complaint = ""
         needs_all = not run.can_return
         rules = PhaseRules(*num_machines, wait_s, run.patience_s, needs_all, run.steps, run.replans)
-        self._phases = RunPhases(rules)
+        self.phases = RunPhases(rules)
+        """Which machines train when. Only this object changes it."""
         self._orders: dict[int, dict[str, MachineOrders]] = {}
         """The orders of each machine in a phase."""
         self._members: dict[str, _Member] = {}
@@ -132,27 +133,12 @@ class Gathering:
             made = _Member(one.public, one.name, one.address, one.offer, 0.0, is_own, number, is_gone=True)
             self._members[one.public] = made
         gone = {one.public: one.offer.instance for one in machines}
-        self._phases.take_up(number, newest, gone, time.monotonic())
+        self.phases.take_up(number, newest, gone, time.monotonic())
         names = ", ".join(one.name for one in machines)
         self._tell(
             f"The run that this coordinator has left is taken up. Phase {number} trains on {names}: they "
             "call by themselves."
         )
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first phase has begun."""
-        return self._phases.has_begun
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the run is over."""
-        return self._phases.is_over
-
-    @property
-    def status(self) -> int:
-        """The exit status of the run."""
-        return self._phases.status
 
     @property
     def document(self) -> str:
@@ -163,7 +149,7 @@ class Gathering:
     def stop(self) -> None:
         """Stop the run in order on all machines."""
         with self._lock:
-            self._phases.ask_stop()
+            self.phases.ask_stop()
 
     def machines(self) -> list[dict[str, Any]]:
         """All that have made an offer, for JSON."""
@@ -208,7 +194,7 @@ class Gathering:
         """Put a machine into the list. Raises a `BiremeError` that says why not."""
 
         def change(found: AdmissionList) -> AdmissionList:
-            return found.admit(secret, public, _printable(name)[:100] or "unnamed", time.time())
+            return found.admit(secret, public, printable(name)[:100] or "unnamed", time.time())
 
         change_admissions(self._admissions, change)
 
@@ -218,7 +204,7 @@ class Gathering:
         offer = _read(_OFFER, words)
         with self._lock:
             before, now_s = self._members.get(public), time.monotonic()
-            if self.has_ended:
+            if self.phases.is_over:
                 raise BiremeError("The run has ended.")
             is_there = before is not None and not before.is_gone
             if is_there and before is not None and before.offer.instance != offer.instance:
@@ -235,7 +221,7 @@ class Gathering:
             if before is not None:
                 made.phase, made.statuses = before.phase, before.statuses
             self._members[public] = made
-            self._phases.come(public, name, offer.instance, now_s)
+            self.phases.come(public, name, offer.instance, now_s)
             if before is not None and before.is_gone:
                 self._tell(f"{name} ({address}) is back.")
             elif not is_there:
@@ -265,13 +251,13 @@ class Gathering:
             for phase, stream, text in told.lines:
                 if stream == "out" and self._run.as_json:
                     self._documents.setdefault(phase, []).append(text)
-                elif not one.is_own and phase not in self._phases.unused:
-                    self._tell(f"{name}: {_printable(text.removeprefix('bireme: '))}")
-            self._phases.note_leaves(public, leaves=told.leaves)
-            before = self._phases.num_news
+                elif not one.is_own and phase not in self.phases.unused:
+                    self._tell(f"{name}: {printable(text.removeprefix('bireme: '))}")
+            self.phases.note_leaves(public, leaves=told.leaves)
+            before = self.phases.num_news
             for report in told.phases:
                 self._note(one, report, now_s)
-            if self._phases.num_news > before:
+            if self.phases.num_news > before:
                 self.turn()  # what follows is in this answer
             if told.model is not None:
                 self.models[name] = told.model
@@ -284,14 +270,14 @@ class Gathering:
                         "orders": asdict(self._orders[phase.number][public]),
                         "goes": phase.goes,
                         "end": phase.end,
-                        "switches": self._phases.following is not None,
+                        "switches": self.phases.following is not None,
                     }
-                    for phase in self._phases.phases_of(public)
+                    for phase in self.phases.phases_of(public)
                     if phase.number in self._orders
                 ],
-                "newest": self._phases.newest,
-                "is_over": self.has_ended,
-                "status": self.status,
+                "newest": self.phases.newest,
+                "is_over": self.phases.is_over,
+                "status": self.phases.status,
                 "addresses": [*addresses],
                 "handover": self._handover_to(public, told.handover),
                 "stays": told.model is not None and not self._has_closed,
@@ -319,11 +305,11 @@ class Gathering:
         if report.forecast is not None:
             numbers = {orders.number: key for key, orders in self._orders.get(report.number, {}).items()}
             idle = [numbers[number] for number in report.forecast.idle if number in numbers]
-            self._phases.note_ready(report.number, report.forecast, idle)
+            self.phases.note_ready(report.number, report.forecast, idle)
         if report.progress is not None:
-            self._phases.note_progress(report.progress, now_s)
+            self.phases.note_progress(report.progress, now_s)
         if report.statuses is not None:
-            self._phases.note_ended(report.number, one.public, report.statuses)
+            self.phases.note_ended(report.number, one.public, report.statuses)
 
     def leave(
         self,
@@ -347,11 +333,11 @@ class Gathering:
 
     def _lose(self, one: _Member, *, for_good: bool = False, returns: str = "") -> None:
         one.is_gone = True
-        self._phases.lose(one.public, time.monotonic(), for_good=for_good)
-        if self.has_ended:
+        self.phases.lose(one.public, time.monotonic(), for_good=for_good)
+        if self.phases.is_over:
             return
-        back = f" It returns at {_printable(returns)[:20]}." if returns else ""
-        if not self.has_begun:
+        back = f" It returns at {printable(returns)[:20]}." if returns else ""
+        if not self.phases.has_begun:
             del self._members[one.public]
             self._tell(f"{one.name} ({one.address}) has left.{back} {self._count}")
         elif for_good:
@@ -368,29 +354,29 @@ class Gathering:
             for one in tuple(self._members.values()):
                 if one.seen_s + _SEEN_S < now_s and not one.is_gone:
                     self._lose(one)
-            self._phases.turn(now_s)
-            for phase in self._phases.phases():
+            self.phases.turn(now_s)
+            for phase in self.phases.phases():
                 if phase.number not in self._orders:
                     self._orders[phase.number] = self._orders_of(phase)
             self._keep_phase()
-            for sentence in self._phases.said():
+            for sentence in self.phases.said():
                 self._tell(sentence)
 
     def _keep_phase(self) -> None:
-        current = self._phases.current
-        if current is None or self._kept == (current.number, self._phases.newest):
+        current = self.phases.current
+        if current is None or self._kept == (current.number, self.phases.newest):
             return
-        self._kept = current.number, self._phases.newest
+        self._kept = current.number, self.phases.newest
         machines = [
             RecordedMachine(public, one.name, one.address, one.offer, orders)
             for public, orders in self._orders[current.number].items()
             if (one := self._members.get(public)) is not None
         ]
-        self.keep(self._phases.newest, tuple(machines))
+        self.keep(self.phases.newest, tuple(machines))
 
     def end(self) -> None:
         """From now on every machine is told that the run has ended, and none waits for this one."""
-        self._phases.is_over = self._has_closed = True
+        self.phases.is_over = self._has_closed = True
 
     def _orders_of(self, phase: RunPhase) -> dict[str, MachineOrders]:
         """The orders of each machine in a new phase. The first one serves its store."""
@@ -421,31 +407,22 @@ class Gathering:
         return self._host if is_here else seen
 
 
-class GatheringListener:
+class GatheringListener(LineListener):
     """Answers machines that call, until it is closed."""
 
     def __init__(self, gathering: Gathering, address: Address, own: MachineKey, facts: MachineFacts) -> None:
-        listening = opened(address, "Name another one with --listen.")
-        self.port: int = listening.getsockname()[1]
         self._gathering, self._own, self._facts = gathering, own, facts
         self._unknown = threading.BoundedSemaphore(_MOST_UNKNOWN)
-        self._thread = ListenerThread(self._key_of, [listening], self._take, "bireme gathering")
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._thread.close()
+        super().__init__(address, "Name another one with --listen.", self._key_of, "bireme gathering")
 
     def _key_of(self, purpose: bytes) -> str:
         if purpose[_KEY_BYTES:].rstrip(b"\0") != PURPOSE:
             raise BiremeError("The caller does not want to join.")
         return self._own.shared_with(purpose[:_KEY_BYTES].hex())
 
-    def _take(self, caller: Caller) -> None:
-        public = caller.purpose[:_KEY_BYTES].hex()
-        threading.Thread(target=self._serve, args=(caller.socket, public), daemon=True).start()
-
-    def _serve(self, made: socket.socket, public: str) -> None:
-        instance, answered_s = "", 0.0
+    def serve(self, caller: Caller) -> None:
+        """Answer a machine until its line is cut."""
+        made, public, instance, answered_s = caller.socket, caller.purpose[:_KEY_BYTES].hex(), "", 0.0
         with made, suppress(OSError, ValueError, KeyError, TypeError):
             seen, line = made.getpeername()[0], RequestLine(made)
             if not self._let_in(line, public):
@@ -503,7 +480,3 @@ def _read(adapter: TypeAdapter[Any], words: object) -> Any:
         return adapter.validate_python(words)
     except ValidationError:
         raise BiremeError("The request cannot be read. Use one version of Bireme on all machines.") from None
-
-
-def _printable(text: str) -> str:
-    return "".join(filter(str.isprintable, text))

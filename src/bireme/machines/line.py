@@ -19,12 +19,13 @@ from statistics import median
 from typing import Any
 
 from bireme.errors import BiremeError
-from bireme.machines.findings import Finding, fails, note, well
+from bireme.machines.findings import Finding, fails, note, printable, well
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
 from bireme.wire.encryption import EncryptedSocket
 from bireme.wire.listener import (
     Caller,
+    KeyOf,
     ListenerThread,
     call_by,
     call_port,
@@ -70,34 +71,44 @@ class RequestLine(MessageConnection):
         return self.hear()
 
 
-def opened(address: Address, remedy: str) -> socket.socket:
-    """A socket that listens there. Raises a `BiremeError` with the remedy if it cannot."""
-    host, port = address
-    try:
-        return open_port(interface_of(host), port)
-    except OSError as error:
-        raise BiremeError(f"Port {port} cannot be opened here: {error.strerror}. {remedy}") from None
-
-
-class DoctorListener:
-    """Answers `bireme doctor` of other machines that know the token, until it is closed. `tell` prints what
-    they have found.
+class LineListener:
+    """Has each caller with the key served in a thread, until it is closed. Raises a `BiremeError` with the
+    remedy if it cannot listen.
     """
 
-    def __init__(self, address: Address, token: str, own: MachineFacts, tell: Callable[[str], None]) -> None:
-        listening = opened(address, "Name another one, or 0 for any.")
+    def __init__(self, address: Address, remedy: str, key: str | KeyOf, name: str) -> None:
+        host, port = address
+        try:
+            listening = open_port(interface_of(host), port)
+        except OSError as error:
+            raise BiremeError(f"Port {port} cannot be opened here: {error.strerror}. {remedy}") from None
         self.port: int = listening.getsockname()[1]
-        self._own, self._tell = own, tell
-        self._thread = ListenerThread(token, [listening], self._take, "bireme doctor")
+        self._thread = ListenerThread(key, [listening], self._take, name)
 
     def close(self) -> None:
         """Listen no more."""
         self._thread.close()
 
-    def _take(self, caller: Caller) -> None:
-        threading.Thread(target=self._serve, args=(caller.socket,), daemon=True).start()
+    def serve(self, caller: Caller) -> None:
+        """Answer a caller, and close its connection."""
+        raise NotImplementedError
 
-    def _serve(self, made: socket.socket) -> None:
+    def _take(self, caller: Caller) -> None:
+        threading.Thread(target=self.serve, args=(caller,), daemon=True).start()
+
+
+class DoctorListener(LineListener):
+    """Answers `bireme doctor` of other machines that know the token, until it is closed. `tell` prints what
+    they have found.
+    """
+
+    def __init__(self, address: Address, token: str, own: MachineFacts, tell: Callable[[str], None]) -> None:
+        self._own, self._tell = own, tell
+        super().__init__(address, "Name another one, or 0 for any.", token, "bireme doctor")
+
+    def serve(self, caller: Caller) -> None:
+        """Answer everything by which a line is checked."""
+        made = caller.socket
         with made, suppress(OSError, ValueError, KeyError, TypeError, BiremeError):
             peer = made.getpeername()[0] if made.family != socket.AF_UNIX else ""
             line, name = RequestLine(made), peer
@@ -110,7 +121,7 @@ class DoctorListener:
                         self._tell(f"{name} at {peer} checks the line.")
                     case "findings":
                         for text in asked["lines"][:100]:
-                            self._tell(f"{name}: {''.join(filter(str.isprintable, str(text)))[:400]}")
+                            self._tell(f"{name}: {printable(text)[:400]}")
                         line.say({})
 
 
@@ -161,9 +172,24 @@ def check_line(address: Address, token: str, own: MachineFacts) -> Iterator[Find
     line = yield from _called(
         address, token, b"", _Listening(f"bireme doctor --listen {host}:{port}", refusal)
     )
-    if line is not None:
-        with line.socket:
-            yield from _answered(line, address, own)
+    if line is None:
+        return
+    with line.socket:
+        found = list[Finding]()
+        try:
+            for one in check_between(line, own):
+                found.append(one)
+                yield one
+        except _NoAnswerError:
+            yield note(
+                "peer",
+                f"a run of Bireme listens at {host}:{port}, and takes the key.",
+                "Run `bireme doctor --listen` there to check versions, clocks, ports and speeds.",
+            )
+            return
+        if not any(one.check in _CUT and one.remedy for one in found):
+            with suppress(OSError, ValueError):
+                line.ask("findings", lines=[one.line for one in found])
 
 
 def call_coordinator(
@@ -268,25 +294,6 @@ def _stranger(made: socket.socket, address: Address) -> Finding | None:
             "Install the same version of Bireme on both machines.",
         )
     return None
-
-
-def _answered(line: RequestLine, address: Address, own: MachineFacts) -> Iterator[Finding]:
-    """What the other end helps to find out."""
-    found = list[Finding]()
-    try:
-        for one in check_between(line, own):
-            found.append(one)
-            yield one
-    except _NoAnswerError:
-        yield note(
-            "peer",
-            f"a run of Bireme listens at {address[0]}:{address[1]}, and takes the key.",
-            "Run `bireme doctor --listen` there to check versions, clocks, ports and speeds.",
-        )
-        return
-    if not any(one.check in _CUT and one.remedy for one in found):
-        with suppress(OSError, ValueError):
-            line.ask("findings", lines=[one.line for one in found])
 
 
 class _NoAnswerError(ConnectionError):

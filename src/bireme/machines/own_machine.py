@@ -15,7 +15,7 @@ from bireme.cluster.machine import available_bytes, host_name, num_cores
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.files import free_bytes
-from bireme.machines.findings import Finding, fails, note, well
+from bireme.machines.findings import Finding, fails, note, printable, well
 from bireme.machines.keys import own_key
 
 _LEAST_MEMORY_BYTES, _LEAST_DISK_BYTES, _LEAST_SHARED_BYTES = 1 << 30, 5 << 30, 64 << 20
@@ -43,8 +43,7 @@ class MachineFacts:
     def read(cls, words: object) -> "MachineFacts":
         """Those that the other side has sent, each a short text."""
         given = words if isinstance(words, dict) else {}
-        found = [str(given.get(name, "unknown"))[:_MOST_TEXT] for name in cls.__slots__]
-        return cls(*("".join(filter(str.isprintable, one)) for one in found))
+        return cls(*(printable(given.get(name, "unknown"))[:_MOST_TEXT] for name in cls.__slots__))
 
 
 def check_machine(own: MachineFacts) -> Iterator[Finding]:

@@ -119,10 +119,10 @@ class Coordination(Interruptible):
                 if attendance is not None:
                     taking_part.start()
                 self._turn_to_the_end()
-                if gathering.has_ended and not gathering.status:
+                if gathering.phases.is_over and not gathering.phases.status:
                     self._fetch_model()
             finally:
-                if gathering.has_ended:
+                if gathering.phases.is_over:
                     self._path.unlink(missing_ok=True)
                 gathering.end()
                 if self._answers is not None:
@@ -134,9 +134,9 @@ class Coordination(Interruptible):
                     attendance.interrupt(is_urgent=True)
                 taking_part.join(_PARTING_S)
             time.sleep(0.0 if is_urgent else _LAST_ANSWERS_S)
-        if gathering.has_ended and self._is_taken_over:
+        if gathering.phases.is_over and self._is_taken_over:
             forget_handover(self._run_name)
-        return INTERRUPTED if is_urgent or not gathering.has_begun else gathering.status
+        return INTERRUPTED if is_urgent or not gathering.phases.has_begun else gathering.phases.status
 
     def document(self) -> dict[str, Any]:
         """The machines, and the document of the run if it has printed one, for JSON."""
@@ -147,12 +147,12 @@ class Coordination(Interruptible):
 
     def _turn_to_the_end(self) -> None:
         gathering = self._gathering
-        while not gathering.has_ended and self._num_interrupts < 2:
+        while not gathering.phases.is_over and self._num_interrupts < 2:
             gathering.turn()
             if self._answers is not None:
                 self._answers.answer()
             if self._num_interrupts:
-                if not gathering.has_begun:
+                if not gathering.phases.has_begun:
                     return
                 gathering.stop()
             self._wake.wait(_LOOK_S)
