@@ -146,11 +146,14 @@ class AdmissionList:
                 f"There is {num} machine or token {word!r}. Give a name, or the beginning of a key that only "
                 "one of them has."
             )
-        changed = {one: replace(one, is_revoked=is_revoked) for one in (*machines, *tokens)}
         return replace(
             self,
-            machines=tuple(changed.get(one, one) for one in self.machines),
-            tokens=tuple(changed.get(one, one) for one in self.tokens),
+            machines=tuple(
+                replace(one, is_revoked=is_revoked) if one in machines else one for one in self.machines
+            ),
+            tokens=tuple(
+                replace(one, is_revoked=is_revoked) if one in tokens else one for one in self.tokens
+            ),
         )
 
     def named(self, word: str) -> list[AdmittedMachine]:
