@@ -27,7 +27,7 @@ DISCOVERY_PORT = 29600
 _GROUP = "239.255.66.73"
 """Of the range for networks of one organization."""
 _QUERY, _NONCE_BYTES, _PACKET_BYTES = b"BIREME, WHO COORDINATES?", 16, 1024
-"""A query is as long as the longest answer, so nobody can have others flooded by asking in their name."""
+"""No answer is longer than a query, so nobody can have others flooded by asking in their name."""
 _NUM_QUERIES, _MOST_AT_ONCE, _MOST_FOUND = 3, 16, 20
 _MULTICAST_ALL = 49
 """An option of Linux: a socket also gets what other sockets of the machine have joined."""
@@ -55,7 +55,7 @@ class DiscoveryAnswers:
 
     def __init__(self, host: str, own: FoundCoordinator, port: int = DISCOVERY_PORT) -> None:
         """`host` is this machine's address for the others: on the loopback, only this machine is answered."""
-        self._answer = dumps(asdict(own)).encode()
+        self._answer = dumps(asdict(own), ensure_ascii=False).encode()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             self._join(port, is_local=bool(interface_of(host)))
@@ -86,7 +86,7 @@ class DiscoveryAnswers:
                 query, caller = self._socket.recvfrom(_PACKET_BYTES)
                 nonce = query[len(_QUERY) : len(_QUERY) + _NONCE_BYTES]
                 if len(query) == _PACKET_BYTES and query.startswith(_QUERY):
-                    self._socket.sendto((nonce + self._answer)[:_PACKET_BYTES], caller)
+                    self._socket.sendto(nonce + self._answer, caller)
 
     def close(self) -> None:
         """Answer no more."""

@@ -116,11 +116,6 @@ class RunPhase:
     """Whether a new plan for that stage was weighed."""
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it is prepared."""
-        return self.forecast is not None
-
-    @property
     def forecast_s(self) -> float | None:
         """Predicted seconds of a batch."""
         return None if self.forecast is None else self.forecast.batch_s
@@ -216,7 +211,7 @@ class RunPhases:
     def note_ready(self, number: int, forecast: PhaseForecast, idle: Sequence[str] = ()) -> None:
         """A phase is prepared. Its `idle` machines stand by."""
         for phase in self.phases():
-            if phase.number == number and not phase.is_ready:
+            if phase.number == number and phase.forecast is None:
                 phase.forecast, phase.idle = forecast, frozenset(idle)
                 self.num_news += 1
                 if names := self._names(idle):
@@ -246,15 +241,13 @@ class RunPhases:
             phase.slow_s = now_s
         if step > self._step:
             self._step, self._num_failures = step, 0
-        is_known = batch_s is not None and phase.forecast_s is not None
-        if is_known and not phase.is_compared and step - first >= _LEAST_COMPARED:
-            assert batch_s is not None, "it is known"
-            assert phase.forecast_s is not None, "it is known"
-            phase.is_compared = True
-            self._say(
-                f"Phase {phase.number}: a batch takes {seconds_text(batch_s)}, and "
-                f"{seconds_text(phase.forecast_s)} were predicted."
-            )
+        if batch_s is None or phase.forecast_s is None or phase.is_compared or step - first < _LEAST_COMPARED:
+            return
+        phase.is_compared = True
+        self._say(
+            f"Phase {phase.number}: a batch takes {seconds_text(batch_s)}, and "
+            f"{seconds_text(phase.forecast_s)} were predicted."
+        )
 
     def note_leaves(self, key: str, *, leaves: bool) -> None:
         """Whether a machine is to leave once the run goes on without it."""
@@ -276,11 +269,8 @@ class RunPhases:
         if self.is_over:
             return
         self._drop_following()
-        current = self.current
-        if self.is_over:
-            return
-        if current is not None and self._has_ended(current, now_s):
-            self._conclude(current, now_s)
+        if self.current is not None and self._has_ended(self.current, now_s):
+            self._conclude(self.current, now_s)
         if self.is_over:
             return
         if self.current is not None:
@@ -461,7 +451,7 @@ class RunPhases:
         if phase.end or not there:
             return
         if following is not None:
-            if following.is_ready and not is_stuck:
+            if following.forecast is not None and not is_stuck:
                 self._decide(phase, following, now_s)
         elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
             is_quiet = now_s - self._changed_s >= patience_s
