@@ -350,9 +350,9 @@ def test_a_member_of_a_quorum_returns_to_its_phase(is_known_before: bool) -> Non
 def test_a_quorum_that_stands_still_without_lost_machines_is_followed_by_those_that_are_left() -> None:
     """The phase over fewer machines is slower, so that weighing it would keep the one that stands still."""
     story = Story(replace(RULES, needs_all=False), machines="abc")
-    story.progress(20)
+    story.progress(20, batch_s=0.4)
     story.turn(4.0)
-    story.progress(21)
+    story.progress(21, batch_s=0.4)
     story.lose("bc")
     story.turn(11.0)
     assert story.phases.phases_of("a")[0].end == ""

@@ -29,7 +29,9 @@ pytestmark = [
     pytest.mark.skipif(not TRY_ALL, reason="four machines for minutes: make test-all"),
 ]
 NARROW = "gpt:layers=4,width=16,heads=2,vocab=257,context=32"
-"""Much work for few gradients, so that a fourth machine with a slow link is predicted to save time."""
+"""With a large batch much work for few gradients: a fourth machine with a slow link is predicted to save time,
+also if lines are measured on a busy machine.
+"""
 CUT_S = 12.0
 """Longer than a lease, and shorter than the patience with which the run is planned again."""
 
@@ -61,13 +63,13 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
 ) -> None:
     path = planned(tmp_path, "quorum", model=NARROW)
     more = settings(
-        training__steps=1000,
-        training__batch_size=48,
+        training__steps=400,
+        training__batch_size=144,
         training__learning_rate=0.0005,
         plan__schedule="1f1b",
         sync__lease_s=5.0,
         elastic__patience_s=20.0,
-        checkpoint__every_steps=50,
+        checkpoint__every_steps=20,
     )
     with ExitStack() as stack:
         found = stack.enter_context(hosts(4, slow=3, megabits_per_s=200.0))
@@ -111,7 +113,7 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
         assert successor.process.returncode == 0, said
         assert [one.process.wait(patience_s()) for one in (second, third)] == [0, 0], second.said
     assert "green (10.98.0.3) is back" in said
-    assert json.loads(out)["run"]["steps"] == 1000
+    assert json.loads(out)["run"]["steps"] == 400
     assert not [*(tmp_path / "blue" / "deputy").iterdir()]
     check = check_ledger(blue.run / "ledger.jsonl")
     assert check.is_whole

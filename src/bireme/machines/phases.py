@@ -22,8 +22,10 @@ _MOST_FAILURES = 3
 """Phases in a row that may fail without a machine lost and without a new step."""
 _MISTAKE = 2
 """The exit status of a phase that no plan fits."""
-_STILL_TIMES = 3
-"""A phase with lost machines stands still after this many times its longest wait for a step."""
+_STILL_TIMES, _STILL_BATCHES = 3, 30
+"""A phase with lost machines stands still after this many times its longest wait for news of a step, which come
+with the lines of the log, and after the time of this many batches.
+"""
 _LEAST_COMPARED = 5
 """Batches of a phase after which their seconds are compared with the prediction."""
 
@@ -106,7 +108,7 @@ class RunPhase:
     moved_s: float = 0.0
     """When it last came to a new step."""
     gap_s: float = 0.0
-    """The longest time that it took to a new step."""
+    """The longest time that it took to a new step that was reported."""
     batch_s: float | None = None
     """Measured seconds of a batch."""
     is_compared: bool = False
@@ -232,8 +234,7 @@ class RunPhases:
             return
         if phase.first_step is None:
             self._note_first(phase, first, now_s)
-        else:
-            phase.gap_s = max(phase.gap_s, now_s - phase.moved_s)
+        phase.gap_s = max(phase.gap_s, now_s - max(phase.moved_s, phase.went_s))
         phase.step, phase.moved_s, phase.batch_s = step, now_s, batch_s
         if not found.is_slow:
             phase.slow_s, phase.is_weighed = None, False
@@ -468,7 +469,8 @@ class RunPhases:
         """Whether too few machines must be left: no new step has come for the patience, and for longer than
         ever.
         """
-        limit_s = max(self.rules.patience_s, _STILL_TIMES * phase.gap_s)
+        least_s = max(_STILL_TIMES * phase.gap_s, _STILL_BATCHES * (phase.batch_s or 0.0))
+        limit_s = max(self.rules.patience_s, least_s)
         return phase.step is not None and now_s - phase.moved_s >= limit_s
 
     def _is_slow(self, phase: RunPhase, now_s: float) -> bool:
