@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.skipif(not TRY_ALL, reason="four machines for minutes: make test-all"),
 ]
 NARROW = "gpt:layers=4,width=16,heads=2,vocab=257,context=32"
-"""With a large batch much work for few gradients: a fourth machine with a slow link is predicted to save time,
-also if lines are measured on a busy machine.
+"""With a large batch it is much work for few gradients. So a fourth machine with a slow link is predicted to
+save time, even if lines are measured while the processor is busy.
 """
 CUT_S = 12.0
 """Longer than a lease, and shorter than the patience with which the run is planned again."""

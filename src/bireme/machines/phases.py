@@ -23,8 +23,8 @@ _MOST_FAILURES = 3
 _MISTAKE = 2
 """The exit status of a phase that no plan fits."""
 _STILL_TIMES, _STILL_BATCHES = 3, 30
-"""A phase with lost machines stands still after this many times its longest wait for news of a step, which come
-with the lines of the log, and after the time of this many batches.
+"""A phase with lost machines stands still after this many times its longest wait for news of a step, which
+come with the lines of the log, and after the time of this many batches.
 """
 _LEAST_COMPARED = 5
 """Batches of a phase after which their seconds are compared with the prediction."""
