@@ -118,6 +118,7 @@ def test_ranks_of_a_site_keep_sums_of_the_bytes_that_plans_count(
     assert sum(sizes.values()) / len(sizes) == pytest.approx(planned, rel=0.01)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
 @pytest.mark.parametrize("per_rank", [None, 2])
 def test_tied_weights_are_summed_within_sites_and_between_them(shard: str, per_rank: int | None) -> None:
@@ -199,7 +200,9 @@ def walked(
 
 
 def test_sums_within_a_slow_site_stay_apart_where_rounds_go_on_without_it() -> None:
-    """One rank of it is late, so that some of its ranks know before others that a batch counts already."""
+    """One rank of it is late, so that some of its ranks know before others that a batch counts already. Only
+    then does the clock go past the time that the others wait, so no other site is ever left out.
+    """
     late: set[int] = set()
 
     def on_instruction(rank: RankId, step: Instruction) -> None:
@@ -207,6 +210,7 @@ def test_sums_within_a_slow_site_stay_apart_where_rounds_go_on_without_it() -> N
             late.add(step.batch)
             end_s = time.monotonic() + patience_s()
             while len(run.hub.rounds) <= step.batch and time.monotonic() < end_s:
+                run.hub.ahead_s += 5.0
                 time.sleep(0.01)
 
     num_batches, batch_size = 9, 3 * 8
@@ -218,7 +222,7 @@ def test_sums_within_a_slow_site_stay_apart_where_rounds_go_on_without_it() -> N
         num_batches,
         batch_size,
         on_instruction=on_instruction,
-        grace_s=0.1,
+        lease_s=1e6,
     )
     run.run()
 

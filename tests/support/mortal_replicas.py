@@ -62,6 +62,8 @@ class Hub:
         self.rounds: list[Committed] = []
         self.epochs: list[tuple[int, ...]] = []
         self.num_successions = 0
+        self.ahead_s = 0.0
+        """By how much its clock is ahead of the real one."""
         self._is_closed = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._ticker.start()
@@ -86,7 +88,7 @@ class Hub:
     def take(self, event: Event) -> None:
         """Let it happen, and tell everybody what follows."""
         with self._lock:
-            told = step(self._state, event, time.monotonic())
+            told = step(self._state, event, self._now_s())
             self._state = told.state
             self.rounds += [line for line in told.lines if isinstance(line, Committed)]
             members = told.state.membership.replicas
@@ -104,7 +106,7 @@ class Hub:
         """Have another coordinator take up, from what the ranks say and know, if all of them are there."""
         with self._lock:
             heard = {
-                rank: Heard(said, time.monotonic())
+                rank: Heard(said, self._now_s())
                 for rank, client in self._clients.items()
                 if (said := client.said) is not None
             }
@@ -121,6 +123,9 @@ class Hub:
                 self._clients[rank].hear(word_for(self._state, rank))
         for client in clients:
             client.act()
+
+    def _now_s(self) -> float:
+        return time.monotonic() + self.ahead_s
 
     def _tick(self) -> None:
         while not self._is_closed.wait(BEAT_S / 4):
