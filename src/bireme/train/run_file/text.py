@@ -62,6 +62,7 @@ def known_keys() -> tuple[str, ...]:
     return tuple(f"{table.name}.{key.name}" for table in tables_of_keys() for key in table.keys)
 
 
+@cache
 def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
     whole = model.model_json_schema()
     schema, inner = whole["properties"], whole.get("$defs", {})
