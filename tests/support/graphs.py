@@ -16,6 +16,7 @@ from torch import nn
 from bireme.model.capture import Captures, Inputs, Loss, batch_size, capture
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
+from bireme.train.model import RunModel
 from tests.support.kept import KEPT_GRAPHS
 
 __all__ = ["captured_once", "remember_captures"]
@@ -45,19 +46,43 @@ def remember_captures() -> None:
     settings = Captures.__init__.__kwdefaults__
     assert settings is not None
     settings["front_end"] = _remembered
+    RunModel.dropouts = _remembered_dropouts  # type: ignore[method-assign]
+
+
+_dropouts: dict[str, int | None] = {}
+"""Of the models that this process has run in both modes."""
+
+_count_dropouts = RunModel.dropouts
+
+
+def _remembered_dropouts(of: RunModel) -> int | None:
+    given, source = of.run.model, of.source
+    own = None if given.loss else _named(given.source, source.model, source.example_inputs, training=True)
+    if own is None:
+        return _count_dropouts(of)
+    if own not in _dropouts:
+        _dropouts[own] = _count_dropouts(of)
+    return _dropouts[own]
+
+
+def _named(name: str | None, model: nn.Module, inputs: Inputs, *, training: bool) -> str | None:
+    """All that a graph depends on; None where a name does not say it."""
+    said = _said_by(name)
+    if said is None or not isinstance(inputs, dict):
+        return None
+    learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
+    scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
+    given = [(key, one.shape[1:], one.dtype) for key, one in inputs.items()]
+    return repr((said, training, repr(model), learning, scales, given))
 
 
 def _remembered(
     model: nn.Module, inputs: Inputs, *, loss: Loss | None, training: bool, name: str | None
 ) -> Graph:
     make = partial(capture, model, inputs, loss=loss, training=training, name=name)
-    said = _said_by(name)
-    if loss is not None or said is None or not isinstance(inputs, dict):
+    own = None if loss else _named(name, model, inputs, training=training)
+    if own is None:
         return make()
-    learning = [(key, one.dtype, one.requires_grad) for key, one in model.named_parameters()]
-    scales = [(key, one.scaling) for key, one in model.named_modules() if hasattr(one, "scaling")]
-    given = [(key, one.shape[1:], one.dtype) for key, one in inputs.items()]
-    own = repr((said, training, repr(model), learning, scales, given))
     is_kept = not name or not name.startswith(OF_TESTS)
     make_once = cache(make)
     found = captured_once(own, make_once, is_kept=is_kept)
