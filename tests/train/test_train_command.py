@@ -21,7 +21,7 @@ from bireme.train.data.placing import Order
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
 from bireme.train.run_file import RunFile, load_run_file
-from tests.support.alone import alone
+from tests.support.alone import alone, learned_alone
 from tests.support.command import bireme
 from tests.support.tiny_tokenizer import save_tokenizer
 from tests.support.training import losses, metrics, settings, steps_of_checkpoints, write_run
@@ -73,9 +73,8 @@ def test_a_run_tells_what_was_predicted_and_what_was_measured(
 
 
 def test_four_stages_learn_what_one_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for depth, train in ((1, trained_alone), (4, trained)):
-        train(capsys, write_run(tmp_path / str(depth), "1f1b", depth))
-    one, four = (losses(tmp_path / depth / "runs" / "run") for depth in "14")
+    assert trained(capsys, write_run(tmp_path, "1f1b", 4))["shares"] == []
+    one, four = learned_alone(), losses(tmp_path / "runs" / "run")
     assert list(one) == list(four) == list(range(1, 13))
     assert four == pytest.approx(one, rel=1e-5)
     assert one[12] < one[1] - 0.5
@@ -85,15 +84,12 @@ def test_stages_of_unequal_width_learn_what_one_process_learns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A plan file puts the first stage on two processes, the second on one."""
-    trained_alone(capsys, write_run(tmp_path / "one", "1f1b", 1))
-    path = write_run(tmp_path / "three", "1f1b", 2, widths=(2, 1))
+    path, run = write_run(tmp_path, "1f1b", 2, widths=(2, 1)), tmp_path / "runs" / "run"
     document = trained(capsys, path, *settings(training__evaluate_every=6))
-    one, three = (losses(tmp_path / name / "runs" / "run") for name in ("one", "three"))
-    assert three == pytest.approx(one, rel=1e-5)
+    assert losses(run) == pytest.approx(learned_alone(), rel=1e-5)
     assert [stage["rank"] for stage in document["stages"]] == [0, 2]
     assert all(rank["measured_peak_bytes"] > 2**26 for rank in document["ranks"])
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1, 2]
-    run = tmp_path / "three" / "runs" / "run"
     assert [line["step"] for line in metrics(run, "evaluation")] == [6, 12]
     assert steps_of_checkpoints(run) == [4, 8, 12]
 
@@ -132,12 +128,10 @@ def test_a_run_in_bfloat16_learns_what_one_in_float32_does_but_for_rounding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was refused, for the model was captured in float32 and computed with in bfloat16."""
-    curves = []
-    for dtype in ("float32", "bfloat16"):
-        trained_alone(capsys, write_run(tmp_path / dtype, "1f1b", 1), *settings(model__dtype=dtype))
-        curves.append(losses(tmp_path / dtype / "runs" / "run"))
-    assert curves[1] != curves[0]
-    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+    trained_alone(capsys, write_run(tmp_path, "1f1b", 1), *settings(model__dtype="bfloat16"))
+    found, exact = losses(tmp_path / "runs" / "run"), learned_alone()
+    assert found != exact
+    assert found == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.long
