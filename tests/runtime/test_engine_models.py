@@ -438,16 +438,14 @@ FUSED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("keeps", ["logits", "gradients"])
 @pytest.mark.parametrize(("schedule", "recompute", "more"), several(FUSED_CASES, 4))
 def test_a_fused_loss_trains_as_the_models_own_operators(
-    schedule: str, recompute: str, more: dict[str, Any], keeps: str, monkeypatch: pytest.MonkeyPatch
+    schedule: str, recompute: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ways that it has: with few rows, and with many, of which a piece is 4 here."""
     if more.get("compiles"):
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         monkeypatch.setattr(segments, "cpp_compiler", lambda: "none is asked for")
-    monkeypatch.setattr(fused_operator, "keeps_logits", lambda *_, **__: keeps == "logits")
     monkeypatch.setattr(fused_loss, "_LEAST_ROWS", 4)
     plain = tiny_text(tied=schedule != "zbv")
     found = fused_loss.fused(plain.graph, asked=True)
@@ -455,8 +453,11 @@ def test_a_fused_loss_trains_as_the_models_own_operators(
     width = 2 if "shard" in more else 1
     setting = Setting(plan_for(schedule, width=width, recompute=recompute), clip_norm=0.5, **more)
     data = token_batches(16 * width, 3)
-    trained = train_on_threads(replace(plain, graph=found.graph), setting, data)
     own = train_on_threads(plain, setting, data)
-    for one, other in zip(trained, own, strict=True):
-        torch.testing.assert_close(one.losses, other.losses)
-        torch.testing.assert_close(one.weights, other.weights)
+    for keeps in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_operator, "keeps_logits", lambda *_, keeps=keeps, **__: keeps)
+            trained = train_on_threads(replace(plain, graph=found.graph), setting, data)
+        for one, other in zip(trained, own, strict=True):
+            torch.testing.assert_close(one.losses, other.losses)
+            torch.testing.assert_close(one.weights, other.weights)
