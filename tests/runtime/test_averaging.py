@@ -154,6 +154,7 @@ def test_outer_steps_are_of_all_stages_of_a_rank_to_the_last_bit(schedule: str, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", None), ("2bw", None), ("zbv", None), ("2bw", 2)])
 def test_groups_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_rank: int | None) -> None:
     run = AveragingReplicas(
@@ -176,6 +177,7 @@ def test_groups_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_rank:
 
 
 @pytest.mark.slow
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", None), ("2bw", None), ("zbv", None), ("2bw", 2)])
 def test_outer_steps_keep_tied_weights_the_same_on_all_ranks(schedule: str, per_rank: int | None) -> None:
     settings = DilocoSettings(2)

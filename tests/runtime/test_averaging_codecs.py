@@ -56,6 +56,7 @@ def assert_alike(run: AveragingReplicas) -> None:
             assert torch.equal(tensor, held.setdefault(name, tensor)), name
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("schedule", "codec"),
     [
@@ -89,6 +90,7 @@ def test_groups_through_a_codec_are_plain_loops_with_the_same_codec(schedule: st
     assert_as_expected(run, expected_of_groups(run), tolerance=1e-12)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("codec", ["int4", "lowrank:2:0", "threshold:0.1:3"])
 @pytest.mark.parametrize("num", [2, 3])
 def test_groups_through_a_codec_meet_at_the_same_weights(codec: str, num: int) -> None:

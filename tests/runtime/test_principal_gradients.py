@@ -71,6 +71,7 @@ def full(**more: Any) -> dict[str, Any]:
     return {"gradient": "principal:16", "gradient_of": names, **more}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("schedule", "width", "recompute", "optimizer"),
     [

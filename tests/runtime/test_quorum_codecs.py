@@ -43,6 +43,7 @@ def setting_of(schedule: str, codec: str, optimizer: str = "sgd", **more: object
 
 
 @pytest.mark.slow
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("schedule", "codec"),
     [

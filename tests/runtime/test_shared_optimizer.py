@@ -188,7 +188,7 @@ def trained_alone(case: Case) -> list[Seen]:
     return train(case.model, case.alone, data_for(case.alone.plan))
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("shard", "name"),
     [*(("optimizer", name) for name in CASES), *(("weights", name) for name in WEIGHTS_TOO)],
