@@ -196,6 +196,7 @@ def test_a_run_of_an_adapter_resumes_to_the_last_bit_with_its_base_and_no_other(
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+@pytest.mark.skipif(not TRY_ALL, reason="threads do the same in tests/runtime/test_paging_frozen.py")
 def test_an_adapter_learns_the_same_with_its_base_on_a_disk(run: Path, tmp_path: Path) -> None:
     graph, plan = load_graph(run / "graph.json"), load_plan(run / "plan.json").plan
     names = [state.name for state in graph.parameters]

@@ -7,6 +7,7 @@ import pytest
 
 from bireme.train.run_file import load_run_file
 from tests.support.command import bireme
+from tests.support.extent import TRY_ALL
 from tests.support.training import CUTS, losses, settings, write_run
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,9 @@ def test_a_shared_run_is_the_plain_one_and_another_number_of_replicas_resumes_it
     assert losses(tmp_path / "runs" / "shared") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.skipif(
+    not TRY_ALL, reason="threads do the same in tests/runtime/test_engine_part.py and tests/composition"
+)
 def test_an_adapter_under_muon_is_shared_with_the_weights_below_it_and_summed_through_a_codec(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
