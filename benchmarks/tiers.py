@@ -37,7 +37,7 @@ from benchmarks.paging.rivals import fixed_places, least_recently_used, patricks
 from benchmarks.paging.shared import QUICK_SUBJECT, SUBJECT, row_of_shared, verdicts_of_shared
 from benchmarks.paging.traces import program_trace, small_trace
 from benchmarks.paging.trained import RUNS, row_of_run, verdicts_of_runs
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import Evictions, gaps_of, num_copies, settle
 
 MOST_OVER_FEWEST = 1.05
 SMALL, QUICK_SMALL = 400, 60
@@ -61,7 +61,7 @@ WIRE_BYTES_PER_S = 50e6
 
 def ours(accesses: list[Any], num_steps: int, capacity: int) -> int:
     gaps = gaps_of(accesses)
-    settle(gaps, decide(accesses, gaps, num_steps, capacity, 0), num_steps)
+    settle(gaps, Evictions(accesses, gaps, num_steps, capacity).leads(0), num_steps)
     return num_copies(gaps)
 
 

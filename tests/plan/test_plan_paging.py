@@ -37,6 +37,7 @@ from bireme.schedule.budgets import Budgets, Cut
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program
 from bireme.schedule.source import LONG
 from bireme.schedule.weave import UpdateTiming
@@ -124,7 +125,9 @@ def test_any_window_of_a_plan_is_what_it_would_be_if_it_were_planned_alone(sched
             timing=UpdateTiming(early=plan.is_early),
         )
         cut = plan.paging.cut(replace(plan, paging=None).program(4))
-        assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut)
+        assert plan.program(num_batches, first_batch) == plan.paging.paged(alone, cut).fetched(
+            plan.paging.ahead
+        )
 
 
 def test_windows_that_are_read_are_those_that_were_planned(
@@ -136,7 +139,7 @@ def test_windows_that_are_read_are_those_that_were_planned(
     write_windows(path, [plan])
     copies = []
 
-    def counted(self: Paging, program: Program, cut: Cut) -> Program:
+    def counted(self: Paging, program: Program, cut: Cut) -> PagedPrograms:
         copies.append(program.num_batches)
         return paged(self, program, cut)
 
@@ -382,9 +385,9 @@ def test_copies_are_planned_once_for_drafts_whose_state_exceeds_all_tiers(
     planned: list[Program] = []
     paged = Paging.paged
 
-    def counted(self: Paging, program: Program, cut: Cut, *, is_brief: bool = False) -> Program:
+    def counted(self: Paging, program: Program, cut: Cut) -> PagedPrograms:
         planned.append(program)
-        return paged(self, program, cut, is_brief=is_brief)
+        return paged(self, program, cut)
 
     monkeypatch.setattr(Paging, "paged", counted)
     problem = PlanningProblem(PROFILE, cluster(), request(TierLimits(60 * MB, 2 * MB)))

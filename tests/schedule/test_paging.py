@@ -17,7 +17,7 @@ from bireme.schedule.budgets import Budgets, most_at_once
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.chunk_account import Holding, chunk_of
-from bireme.schedule.eviction import decide, gaps_of, num_copies, settle
+from bireme.schedule.eviction import Evictions, gaps_of, num_copies, settle
 from bireme.schedule.gathering import gathered
 from bireme.schedule.instruction import COMPUTE, PAGING, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule, Track
@@ -511,7 +511,7 @@ def test_small_plans_copy_hardly_more_than_any_plan_must_and_never_more_than_lea
         capacity, num_steps = 2 + seed % 3, 14
         accesses = small_trace(seed, 6, num_steps)
         gaps = gaps_of(accesses)
-        settle(gaps, decide(accesses, gaps, num_steps, capacity, 0), num_steps)
+        settle(gaps, Evictions(accesses, gaps, num_steps, capacity).leads(0), num_steps)
         copies = num_copies(gaps)
         least = fewest_copies(accesses, num_steps, capacity)
         assert least <= copies <= least_recently_used(accesses, capacity)
@@ -525,7 +525,7 @@ def test_plans_are_those_of_the_rules_taken_step_by_step(
     seed: int, num_chunks: int, num_steps: int, capacity: int, ahead: int
 ) -> None:
     accesses = small_trace(seed, num_chunks, num_steps)
-    found = decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
+    found = Evictions(accesses, gaps_of(accesses), num_steps, capacity).leads(ahead)
     assert found == plain_decide(accesses, gaps_of(accesses), num_steps, capacity, ahead)
 
 
@@ -533,7 +533,7 @@ def test_plans_are_those_of_the_rules_taken_step_by_step(
 def test_plans_of_loops_are_those_of_the_rules_taken_step_by_step(name: str, sweep: int) -> None:
     accesses, num_steps, most = program_trace(name, sweep, parts=3, microbatches=4)
     for ahead in (0, 4):
-        found = decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
+        found = Evictions(accesses, gaps_of(accesses), num_steps, most // 2).leads(ahead)
         assert found == plain_decide(accesses, gaps_of(accesses), num_steps, most // 2, ahead)
 
 

@@ -22,7 +22,7 @@ from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, Cut, cut_memory
 from bireme.schedule.catalogue import generate, source_named
 from bireme.schedule.gathering import gathered
-from bireme.schedule.paging import page_cut
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import shares_of_stages
 from bireme.schedule.source import LONG, SETTLED, WRITTEN_OUT, ProgramSource, source_like
@@ -138,18 +138,14 @@ class Paging:
             host_updates=self.host_updates and not self.is_summed,
         )
 
-    def paged(self, program: Program, cut: Cut, *, is_brief: bool = False) -> Program:
-        """The program with the copies in it; itself where nothing is cut. With `is_brief` a loop becomes a
-        window of a few batches.
-        """
-        return page_cut(
+    def paged(self, program: Program, cut: Cut) -> PagedPrograms:
+        """The program with the copies in it, for any lead of theirs; itself where nothing is cut."""
+        return PagedPrograms(
             program,
             cut,
-            ahead=self.ahead,
             is_summed=self.is_summed,
             updates_together=self.updates_together,
             updates_apart=self.updates_apart,
-            is_brief=is_brief,
         )
 
     def with_chunks(self, cut: Cut) -> "Paging":
@@ -404,7 +400,8 @@ def _remembered(plan: Plan, num_batches: int, first_batch: int, average_lag: int
         loop = _remembered(plan, LONG, first_batch, average_lag)
         if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
             return loop.of_length(num_batches)
-    return plan.paging.paged(_resident(plan, num_batches, first_batch, average_lag), _cut(plan))
+    resident = _resident(plan, num_batches, first_batch, average_lag)
+    return plan.paging.paged(resident, _cut(plan)).fetched(plan.paging.ahead)
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals, live_bytes
 from bireme.schedule.accesses import ChunkAccess
-from bireme.schedule.eviction import OverfullError, decide, gaps_of, settle
+from bireme.schedule.eviction import Evictions, OverfullError, gaps_of, settle
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.tiers import Chunk, best_chunk_bytes, is_paged, num_chunks
 
@@ -286,7 +286,7 @@ def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
         gaps = gaps_of(accesses)
         capacity = max((device_bytes - unpaged_bytes) // chunk_bytes, most)
         try:
-            settle(gaps, decide(accesses, gaps, num_steps, capacity, 0), num_steps)
+            settle(gaps, Evictions(accesses, gaps, num_steps, capacity).leads(0), num_steps)
         except OverfullError:
             continue
         evicted = [gap for gap in gaps if gap.is_evicted]

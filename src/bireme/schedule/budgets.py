@@ -162,6 +162,13 @@ def least_device_bytes(program: Program, cut: Cut, *, is_summed: bool = False) -
     )
 
 
+def check_working_sets(program: Program, cut: Cut) -> None:
+    """Refuse a device that is too small for an instruction, where no gradients are summed over replicas."""
+    for rank, tiers in enumerate(cut):
+        if tiers is not None:
+            check_capacity(rank, tiers, 0, most_at_once(program, rank, tiers))
+
+
 def check_capacity(rank: int, tiers: RankTiers, number: int, least: int) -> None:
     """Refuse a tier that has no room for so many chunks."""
     tier = tiers.tiers[number]

@@ -162,28 +162,43 @@ class OverfullError(Exception):
     """A moment needs more chunks than fit."""
 
 
-def decide(
-    accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int, ahead: int
-) -> Leads:
-    """The groups to evict and how far ahead to fetch them again.
-
-    A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
-    cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during work.
-    Raises `OverfullError` where there is no room even with 0.
+class Evictions:
+    """What to evict from a tier so that it never holds more than `capacity` chunks. Plans are kept: they
+    differ by the lead of the copies alone, and one lead is often tried again.
     """
-    table = _Table(accesses, gaps, num_steps)
-    while ahead:
-        try:
-            return _best(table, capacity, ahead).leads()
-        except OverfullError:
+
+    def __init__(
+        self, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, capacity: int
+    ) -> None:
+        self._table = _Table(accesses, gaps, num_steps)
+        self._capacity = capacity
+        self._leads: dict[int, Leads | None] = {}
+
+    def leads(self, ahead: int) -> Leads:
+        """The groups to evict and how far ahead to fetch them again; the same object for plans that are alike.
+
+        A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
+        cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during
+        work. Raises `OverfullError` where there is no room even with 0.
+        """
+        while ahead:
+            if ahead not in self._leads:
+                try:
+                    self._leads[ahead] = self._best(ahead).leads()
+                except OverfullError:
+                    self._leads[ahead] = None
+            found = self._leads[ahead]
+            if found is not None:
+                return found
             ahead //= 2
-    return _best(table, capacity, 0).leads()
+        if (found := self._leads.get(0)) is None:
+            found = self._leads[0] = self._best(0).leads()
+        return found
 
-
-def _best(table: "_Table", capacity: int, ahead: int) -> "_Plan":
-    """The plan of the rule with the fewest copies."""
-    plans = (_Plan(table, rule, capacity, ahead) for rule in RULES)
-    return min(plans, key=_Plan.num_copies)
+    def _best(self, ahead: int) -> "_Plan":
+        """The plan of the rule with the fewest copies."""
+        plans = (_Plan(self._table, rule, self._capacity, ahead) for rule in RULES)
+        return min(plans, key=_Plan.num_copies)
 
 
 class _Table:
@@ -239,7 +254,8 @@ class _Plan:
         self.freed: dict[int, _Spans] = {}
         """The groups that were chosen, each with the steps during which its gaps have no slot."""
         for gap in table.must_be_below:
-            self._add([self._take_away(gap)], -1)
+            self._add([self._absence(gap)], -1)
+            self._take_away(gap)
         self._sweep(rule)
         self._give_back()
 
@@ -267,7 +283,8 @@ class _Plan:
             for gaps in due:
                 gap = gaps[0]
                 is_fetched, is_copied = table.is_fetched[gap], self.is_copied(gap)
-                if table.may_be_copied[gap] and len({evicted[chains[one]] >= one for one in gaps}) > 1:
+                is_alike = len(gaps) == 1 or not table.may_be_copied[gap]
+                if not is_alike and any((evicted[chains[one]] >= one) != is_copied for one in gaps):
                     due += [[other] for other in gaps]
                     continue
                 first = table.starts[gap] + 1 + (ahead if is_copied else 0)
@@ -296,7 +313,8 @@ class _Plan:
             if not self._fits(spans, self.capacity - 1):
                 continue
             self._add(spans, 1)
-            if self._fits(spans, self.capacity):
+            are_apart = all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+            if are_apart or self._fits(spans, self.capacity):
                 del self.freed[group]
                 self._hold(group)
             else:
@@ -360,18 +378,18 @@ class _Plan:
     def _evict(self, group: int) -> None:
         spans = []
         for gap in self.table.members[group]:
-            first, last = self._absence(gap)
-            if last > first and not self.is_evicted[gap]:
-                spans.append(self._take_away(gap))
+            if not self.is_evicted[gap]:
+                span = self._absence(gap)
+                if span[1] > span[0]:
+                    spans.append(span)
+                    self._take_away(gap)
         self.freed.setdefault(group, []).extend(spans)
         self._add(spans, -1)
 
-    def _take_away(self, gap: int) -> tuple[int, int]:
-        """Evict one gap; gives the steps during which it has no slot."""
-        span, chain = self._absence(gap), self.table.chains[gap]
+    def _take_away(self, gap: int) -> None:
+        chain = self.table.chains[gap]
         self.is_evicted[gap] = True
         self.first_evicted[chain] = min(self.first_evicted[chain], gap)
-        return span
 
     def _hold(self, group: int) -> None:
         table = self.table
@@ -382,11 +400,13 @@ class _Plan:
             self.first_evicted[chain] = next(others, len(self.is_evicted))
 
     def _add(self, spans: Iterable[tuple[int, int]], number: int) -> None:
+        held = self.held
         for first, last in spans:
-            self.held[first:last] += number
+            held[first:last] += number
 
     def _fits(self, spans: Iterable[tuple[int, int]], capacity: int) -> bool:
-        return all(self.held[first:last].max(initial=0) <= capacity for first, last in spans)
+        held, most = self.held, np.maximum.reduce
+        return all(most(held[first:last], initial=0) <= capacity for first, last in spans)
 
 
 Rule = Callable[[_Table, int, int], float]

@@ -15,6 +15,7 @@ chunk is decided once for all batches of the steady state.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -23,9 +24,9 @@ from bireme.schedule.budgets import (
     Cut,
     TierTooSmallError,
     check_capacity,
-    most_at_once,
+    check_working_sets,
 )
-from bireme.schedule.eviction import Gap, Leads, decide, gaps_of, settle
+from bireme.schedule.eviction import Evictions, Gap, Leads, gaps_of, settle
 from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.stages import stage_problems
@@ -44,45 +45,87 @@ def page_cut(
     is_summed: bool = False,
     updates_together: bool = False,
     updates_apart: bool = False,
-    is_brief: bool = False,
 ) -> Program:
-    """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is.
+    """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is, as
+    `PagedPrograms` makes it.
+    """
+    made = PagedPrograms(
+        program,
+        cut,
+        is_summed=is_summed,
+        updates_together=updates_together,
+        updates_apart=updates_apart,
+    )
+    return made.fetched(ahead)
 
-    Fetched chunks are to be there `ahead` instructions before they are used, where that leaves room. With
-    `updates_together` a rank updates all its stages when it updates the first, where that is right: the
+
+class PagedPrograms:
+    """The program with FETCH and EVICT on the ranks whose memory is cut, for each lead of the copies. What
+    does not depend on the lead is made once.
+
+    With `updates_together` a rank updates all its stages when it updates the first, where that is right: the
     copies of an update take long, and the others would wait for the next batch's first micro-batch. With
     `updates_apart` each stage is updated as soon as it has its gradients, where the rule is synchronous,
     replicas share nothing, and nothing `is_summed`: these need not leave the device then. `is_summed` where
-    gradients are summed over replicas between REDUCE and UPDATE, and must stay. With `is_brief` a loop
-    becomes the window in which what becomes of chunks was decided. Raises where a tier is smaller than the
-    largest working set.
+    gradients are summed over replicas between REDUCE and UPDATE, and must stay. Raises where a tier is
+    smaller than the largest working set.
     """
-    if not any(cut):
-        return program
-    may_be_apart = not is_summed and program.num_sharers == 1
-    if may_be_apart:  # then what an instruction needs does not depend on the order of updates
-        for rank, tiers in enumerate(cut):
-            if tiers is not None:
-                check_capacity(rank, tiers, 0, most_at_once(program, rank, tiers))
-    repeats = {track.repeats for track in program.tracks}
-    is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
-    least = program.num_batches - (min(repeats) if is_loop else 0)
-    model = program.of_length(least + _STEADY) if is_loop else program
-    reorder = _order_of(program, together=updates_together, apart=updates_apart and may_be_apart)
-    moved = reorder(model)
-    is_moved = moved is not model and next(stage_problems(moved), None) is None
-    model = moved if is_moved else model
 
-    def planners(shown: Program) -> list[_Planner | None]:
+    def __init__(
+        self,
+        program: Program,
+        cut: Cut,
+        *,
+        is_summed: bool = False,
+        updates_together: bool = False,
+        updates_apart: bool = False,
+    ) -> None:
+        self._program, self._cut, self._is_summed = program, cut, is_summed
+        may_be_apart = not is_summed and program.num_sharers == 1
+        if may_be_apart:  # then what an instruction needs does not depend on the order of updates
+            check_working_sets(program, cut)
+        repeats = {track.repeats for track in program.tracks}
+        self._is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
+        self._least = program.num_batches - (min(repeats) if self._is_loop else 0)
+        model = program.of_length(self._least + _STEADY) if self._is_loop else program
+        self._reorder = _order_of(program, together=updates_together, apart=updates_apart and may_be_apart)
+        moved = self._reorder(model)
+        self._is_moved = moved is not model and next(stage_problems(moved), None) is None
+        self._model = moved if self._is_moved else model
+        """The window in which what becomes of chunks is decided."""
+        self._deciding = self._planners(self._model)
+        self._windows: list[tuple[_Plans, Program]] = []
+
+    def fetched(self, ahead: int, *, is_brief: bool = False) -> Program:
+        """The program whose fetched chunks are there `ahead` instructions before they are used, where that
+        leaves room. With `is_brief` a loop becomes the window in which what becomes of chunks was decided:
+        the same object for leads that come to the same.
+        """
+        if not any(self._cut):
+            return self._program
+        plans = [None if one is None else one.decided(ahead) for one in self._deciding]
+        if is_brief or not self._is_loop:
+            known = next((window for own, window in self._windows if own == plans), None)
+            if known is None:
+                known = self._written(self._model, self._deciding, plans)
+                self._windows.append((plans, known))
+            return known
+
+        def make(num_batches: int) -> Program:
+            shown = self._program.of_length(num_batches)
+            shown = self._reorder(shown) if self._is_moved else shown
+            return self._written(shown, self._planners(shown), plans)
+
+        return fold(make, self._program.num_batches, shortest=self._least + 1)
+
+    def _planners(self, shown: Program) -> "list[_Planner | None]":
         return [
-            None if tiers is None else _Planner(shown, rank, tiers, ahead, is_summed)
-            for rank, tiers in enumerate(cut)
+            None if tiers is None else _Planner(shown, rank, tiers, self._is_summed)
+            for rank, tiers in enumerate(self._cut)
         ]
 
-    deciding = planners(model)
-    plans = [None if one is None else one.decided() for one in deciding]
-
-    def written(shown: Program, own: Sequence[_Planner | None]) -> Program:
+    @staticmethod
+    def _written(shown: Program, own: "Sequence[_Planner | None]", plans: "_Plans") -> Program:
         made = [
             (Track(tuple(track), versions_per_batch=track.versions_per_batch), None)
             if planner is None or plan is None
@@ -93,14 +136,9 @@ def page_cut(
             shown, tracks=tuple(track for track, _ in made), tiers=tuple(tiers for _, tiers in made)
         )
 
-    def make(num_batches: int) -> Program:
-        shown = program.of_length(num_batches)
-        shown = reorder(shown) if is_moved else shown
-        return written(shown, planners(shown))
 
-    if is_brief or not is_loop:
-        return written(model, deciding)
-    return fold(make, program.num_batches, shortest=least + 1)
+_Plans = Sequence[Sequence[Leads] | None]
+"""What is evicted from the tiers of each rank that pages."""
 
 
 def _order_of(program: Program, *, together: bool, apart: bool) -> Callable[[Program], Program]:
@@ -169,16 +207,17 @@ _Woven = list[Instruction | _Copy]
 class _Planner:
     """One rank of a program that is written out."""
 
-    def __init__(self, program: Program, rank: int, tiers: RankTiers, ahead: int, is_summed: bool) -> None:
+    def __init__(self, program: Program, rank: int, tiers: RankTiers, is_summed: bool) -> None:
         self.program = program
         self.rank = rank
         self.tiers = tiers
-        self.ahead = ahead
         self.track = program.tracks[rank]
         self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)
+        self._lower: list[tuple[Leads, Evictions, int]] = []
+        """What may leave the tier below the device for each plan of the device, and ahead by how much."""
         self.used_on_host: dict[int, list[ChunkAccess]] = {}
         """What instructions do to chunks on the host themselves, by their place in the track."""
         if tiers.host_updates:
@@ -189,16 +228,23 @@ class _Planner:
                 if (own := host_accesses_of(uses, step, 0))
             }
 
-    def decided(self) -> list[Leads]:
+    def decided(self, ahead: int) -> list[Leads]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
-        gaps = self.gaps
-        choices = [self._decide(0, self.accesses, gaps, self.num_steps, self.ahead)]
-        if len(self.tiers.tiers) == 3 and self.tiers.tiers[1].capacity is not None:
-            settle(gaps, choices[0], self.num_steps)
-            below, num_steps = self._accesses_below(self._woven(gaps), gaps)
-            ahead = self.ahead * -(-num_steps // self.num_steps)
-            choices.append(self._decide(1, below, gaps_of(below), num_steps, ahead))
-        return choices
+        upper = self._upper.leads(ahead)
+        if len(self.tiers.tiers) < 3 or self.tiers.tiers[1].capacity is None:
+            return [upper]
+        known = next((one for one in self._lower if one[0] is upper), None)
+        if known is None:
+            settle(self.gaps, upper, self.num_steps)
+            below, num_steps = self._accesses_below(self._woven(self.gaps), self.gaps)
+            evictions = self._evictions(1, below, gaps_of(below), num_steps)
+            known = upper, evictions, -(-num_steps // self.num_steps)
+            self._lower.append(known)
+        return [upper, known[1].leads(ahead * known[2])]
+
+    @cached_property
+    def _upper(self) -> Evictions:
+        return self._evictions(0, self.accesses, self.gaps, self.num_steps)
 
     def written(self, plan: Sequence[Leads]) -> tuple[Track, RankTiers]:
         """The track with its copies, and where the chunks begin."""
@@ -311,14 +357,14 @@ class _Planner:
             at += is_step
         return more
 
-    def _decide(
-        self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int, ahead: int
-    ) -> Leads:
+    def _evictions(
+        self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int
+    ) -> Evictions:
         capacity = self.tiers.tiers[number].capacity
         assert capacity is not None, "a tier without a limit needs no plan"
         needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
         check_capacity(self.rank, self.tiers, number, max(needed.values(), default=0))
-        return decide(accesses, gaps, num_steps, capacity, ahead)
+        return Evictions(accesses, gaps, num_steps, capacity)
 
     def _copies(
         self, gaps: Sequence[Gap], tier: int, num_steps: int

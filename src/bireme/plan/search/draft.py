@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import lcm
@@ -18,8 +18,9 @@ from bireme.plan.search.shapes import PARTS, Outline
 from bireme.schedule.budgets import Cut
 from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.gathering import gathered
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.source import WRITTEN_OUT
+from bireme.schedule.source import WRITTEN_OUT, fold
 from bireme.schedule.weave import UpdateTiming
 
 Grid = tuple[tuple[int, ...], ...]
@@ -247,6 +248,8 @@ _OF_OUTLINES = ("schedule", "num_microbatches", "updates_early", "updates_halfwa
 
 @lru_cache(maxsize=256)
 def _program(draft: Draft, num_batches: int) -> Program:
+    if num_batches > WRITTEN_OUT:  # made of short windows, which are known
+        return fold(partial(_program, draft), num_batches)
     outline = draft.outline
     return generate(
         outline.schedule,
@@ -259,13 +262,19 @@ def _program(draft: Draft, num_batches: int) -> Program:
     )
 
 
-@lru_cache(maxsize=64)
 def _paged(draft: Draft, *, is_brief: bool) -> Program:
     paging = draft.paging
     assert paging is not None, "the draft pages"
-    plain = replace(paging, ahead=1, updates_together=False, updates_apart=False)
-    cut = _cut(replace(draft, paging=plain))
-    return paging.paged(draft.resident_program(), cut, is_brief=is_brief)
+    made = _paged_programs(replace(draft, paging=replace(paging, ahead=1)))
+    return made.fetched(paging.ahead, is_brief=is_brief)
+
+
+@lru_cache(maxsize=8)
+def _paged_programs(draft: Draft) -> PagedPrograms:
+    paging = draft.paging
+    assert paging is not None, "the draft pages"
+    plain = replace(paging, updates_together=False, updates_apart=False)
+    return paging.paged(draft.resident_program(), _cut(replace(draft, paging=plain)))
 
 
 @lru_cache(maxsize=64)

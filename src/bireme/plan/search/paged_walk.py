@@ -7,7 +7,7 @@ fits; where they are, the best is tried with updates on the device too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from operator import gt
@@ -28,7 +28,7 @@ from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.mapping import keeps_home
 from bireme.plan.search.problem import PlanningProblem
 from bireme.profile.profile import Profile
-from bireme.schedule.budgets import TierTooSmallError, least_device_bytes
+from bireme.schedule.budgets import TierTooSmallError, check_working_sets, least_device_bytes
 from bireme.schedule.catalogue import schedule_named
 from bireme.schedule.program import Rule
 from bireme.schedule.residency import resident
@@ -140,13 +140,6 @@ class PagedWalk:
         request = self._problem.request
         assert request.memory is not None, "who pages may"
         given = min(self._problem.limits[device] for row in least.grid for device in row)
-        enough = replace(request, memory=replace(request.memory, device_bytes=num_bytes))
-        problem = PlanningProblem(self._problem.profile, self._problem.cluster, enough)
-        if max(problem.limits) >= num_bytes:
-            try:
-                PlanEvaluator(problem).paging(least, host_updates=self._allowed[0])
-            except TierTooSmallError as error:
-                return error
         return NoRoomError(
             f"No plan fits, even with offloading: the device memory of each process must be at least "
             f"{bytes_text(num_bytes)} ({num_bytes} bytes), and is {bytes_text(given)}."
@@ -310,9 +303,13 @@ class PagedWalk:
             has_reason = self._too_large or isinstance(self._error, TierTooSmallError)
             if has_reason and self._overflows(draft):
                 return None
-            placed = draft
+            paging = None
             if self._problem.request.memory is not None:
-                placed = replace(draft, paging=self._evaluator.paging(draft, host_updates=host_updates))
+                paging = self._evaluator.paging(draft, host_updates=host_updates)
+            program = draft.resident_program()
+            if paging is not None and program.num_sharers == 1 and not paging.is_summed:
+                check_working_sets(program, paging.cut(program))  # before longer programs are made
+            placed = replace(draft, paging=paging)
             found = self._evaluator.forecast(placed, is_brief=True)
         except TierTooSmallError as error:
             if error.tier == "device":
@@ -370,10 +367,13 @@ class PagedWalk:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
         best, forecast = self._fitting[draft], self._seen[draft]
         if best.paging is not None and _waits(forecast):
-            places = self._allowed if best.paging.host_updates else (False,)
-            for paging in _variants(best.paging, places, may_be_apart=self._may_be_apart(best)):
-                other = replace(best, paging=paging)
+            tried = [best.program(is_brief=True)]
+            for other in self._variants(best, best.paging):
                 try:
+                    program = other.program(is_brief=True)
+                    if any(program is one for one in tried):
+                        continue
+                    tried.append(program)
                     found = self._evaluator.forecast(other, is_brief=True)
                 except TierTooSmallError:
                     continue  # updates on the device need more of it
@@ -381,10 +381,21 @@ class PagedWalk:
                     best, forecast = other, found
         return self._candidate(best)
 
-    def _may_be_apart(self, draft: Draft) -> bool:
-        asked, paging = self._problem.request.memory, draft.paging
-        is_asked = asked is not None and asked.updates_apart and draft.outline.width == 1
-        return is_asked and draft.rule is Rule.SYNCHRONOUS and paging is not None and not paging.is_summed
+    def _variants(self, draft: Draft, paging: Paging) -> Iterator[Draft]:
+        """The same with other leads and orders of updates, and with updates on the device too."""
+        outline, asked = draft.outline, self._problem.request.memory
+        ways = [(False, False), (True, False)][: outline.stages_per_rank]
+        leads = [(ahead, *way) for ahead in _AHEAD for way in ways]
+        is_asked = asked is not None and asked.updates_apart and outline.width == 1
+        if is_asked and draft.rule is Rule.SYNCHRONOUS and not paging.is_summed:
+            leads += [(ahead, False, True) for ahead in _APART_AHEAD]
+        places = self._allowed if paging.host_updates else (False,)
+        for place, (ahead, together, apart) in product(places, leads):
+            other = replace(
+                paging, ahead=ahead, updates_together=together, updates_apart=apart, host_updates=place
+            )
+            if other != paging:
+                yield replace(draft, paging=other)
 
     def _candidate(self, draft: Draft) -> Candidate:
         if draft not in self._candidates:
@@ -399,17 +410,6 @@ def _waits(forecast: Forecast | None) -> bool:
     return forecast is None or any(
         tier.waited_s > (AS_GOOD - 1) * forecast.batch_s for tier in forecast.tiers
     )
-
-
-def _variants(paging: Paging, places: Sequence[bool], *, may_be_apart: bool) -> Iterator[Paging]:
-    ways = [(ahead, together, False) for ahead, together in product(_AHEAD, (False, True))]
-    ways += [(ahead, False, True) for ahead in _APART_AHEAD if may_be_apart]
-    for host_updates, (ahead, together, apart) in product(places, ways):
-        other = replace(
-            paging, ahead=ahead, updates_together=together, updates_apart=apart, host_updates=host_updates
-        )
-        if other != paging:
-            yield other
 
 
 # Plans that page, weighed against plans that fit without: recomputation, more stages, smaller micro-batches.
