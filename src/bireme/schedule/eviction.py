@@ -175,7 +175,7 @@ class Evictions:
         self._leads: dict[int, Leads | None] = {}
 
     def leads(self, ahead: int) -> Leads:
-        """The groups to evict and how far ahead to fetch them again; the same object for plans that are alike.
+        """The groups to evict and how far ahead to fetch them; the same object for plans that are alike.
 
         A chunk that comes back has its slot `ahead` steps before it is used, or half as far ahead where that
         cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during
