@@ -27,7 +27,7 @@ from bireme.profile.estimate import ATTAINED_BYTES, ATTAINED_FLOPS
 from bireme.schedule.budgets import Budgets, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.gathering import gathered
-from bireme.schedule.paging import page_cut
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import LARGE_PAGE_BYTES
 from bireme.simulate.copies import REPLICAS, TierLinks
@@ -322,7 +322,7 @@ def paged_program(case: Case, way: Way) -> Program:
         page_bytes=LARGE_PAGE_BYTES,
         host_updates=way.on_host,
     )
-    return page_cut(program, cut, ahead=way.ahead, **ORDERS[way.order])
+    return PagedPrograms(program, cut, **ORDERS[way.order]).fetched(way.ahead)
 
 
 WHOLE = 2

@@ -41,7 +41,7 @@ def system_errors(what: str, remedy: str = "") -> Iterator[None]:
 
 def closest(name: str, known: Iterable[str]) -> str:
     """A hint that names the known word nearest to `name`, or all known words when none is near."""
-    words = sorted(known)
+    words = sorted(map(str, known))
     near = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     if near:
         return f"Did you mean {near[0]!r}?"

@@ -4,7 +4,7 @@ from typing import Any
 
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets, cut_memory
-from bireme.schedule.paging import page_cut
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program
 
 
@@ -16,9 +16,10 @@ def page(
     chunk_bytes: int | None = None,
     is_summed: bool = False,
     host_updates: bool = False,
+    ahead: int = 1,
     **how: Any,
 ) -> Program:
-    """The program within the budgets, or itself where every rank fits; `how` is as for `page_cut`."""
+    """The program within the budgets, or itself where every rank fits; `how` is as for `PagedPrograms`."""
     cut = cut_memory(
         program,
         sizes,
@@ -26,4 +27,4 @@ def page(
         chunk_bytes=chunk_bytes,
         host_updates=host_updates and not is_summed,
     )
-    return page_cut(program, cut, is_summed=is_summed, **how)
+    return PagedPrograms(program, cut, is_summed=is_summed, **how).fetched(ahead)

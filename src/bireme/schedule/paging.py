@@ -37,28 +37,6 @@ _STEADY = 4
 """Batches of the steady state in which what becomes of chunks is decided for all."""
 
 
-def page_cut(
-    program: Program,
-    cut: Cut,
-    *,
-    ahead: int = 1,
-    is_summed: bool = False,
-    updates_together: bool = False,
-    updates_apart: bool = False,
-) -> Program:
-    """The program with FETCH and EVICT on the ranks whose memory is cut, or itself where none is, as
-    `PagedPrograms` makes it.
-    """
-    made = PagedPrograms(
-        program,
-        cut,
-        is_summed=is_summed,
-        updates_together=updates_together,
-        updates_apart=updates_apart,
-    )
-    return made.fetched(ahead)
-
-
 class PagedPrograms:
     """The program with FETCH and EVICT on the ranks whose memory is cut, for each lead of the copies. What
     does not depend on the lead is made once.

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.budgets import Budgets, TierTooSmallError, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate, schedule_named
 from bireme.schedule.generators.shape import Schedule, Shape
-from bireme.schedule.paging import page_cut
+from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program, Rule
 from bireme.simulate.copies import TierLinks
 from bireme.simulate.costs import Costs
@@ -140,23 +140,23 @@ def solve_paging(
     is_summed = any(costs.reduce_s) or any(costs.reduce_bytes)
     places = (False, True) if costs.host_update_s else (False,)
     orders = ((False, False), (True, False), (False, True))[: 3 if may_be_apart else 2]
-    for host_updates, ahead, (together, apart) in product(places, _TRIED, orders):
+
+    @cache
+    def paged_programs(host_updates: bool, together: bool, apart: bool) -> PagedPrograms:
+        cut = cut_memory(
+            program,
+            costs.sizes(),
+            (budgets,) * program.num_ranks,
+            chunk_bytes=chunk_bytes,
+            host_updates=host_updates and not is_summed,  # what is summed stays on the device
+        )
+        return PagedPrograms(
+            program, cut, is_summed=is_summed, updates_together=together, updates_apart=apart
+        )
+
+    for host_updates, ahead, order in product(places, _TRIED, orders):
         try:
-            cut = cut_memory(
-                program,
-                costs.sizes(),
-                (budgets,) * program.num_ranks,
-                chunk_bytes=chunk_bytes,
-                host_updates=host_updates and not is_summed,  # what is summed stays on the device
-            )
-            paged = page_cut(
-                program,
-                cut,
-                ahead=ahead,
-                is_summed=is_summed,
-                updates_together=together,
-                updates_apart=apart,
-            )
+            paged = paged_programs(host_updates, *order).fetched(ahead)
         except TierTooSmallError as error:
             refused = refused or error
             continue

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bireme.plan.partition.chain import Chain, Seconds
 from bireme.plan.partition.loads import Loads
-from bireme.plan.partition.partition import LeastMax, Partition, assess, least_max, least_sum
+from bireme.plan.partition.partition import LeastCuts, Partition, assess, least_max, least_sum
 from bireme.simulate.costs import Costs
 
 # AutoPipe's simulator: when a batch of 1F1B is through, and which stage sets its time.
@@ -280,7 +280,7 @@ class _Trial:
 class _Search:
     """The published search: what was tried, and what is to be tried next."""
 
-    def __init__(self, loads: Loads, table: LeastMax) -> None:
+    def __init__(self, loads: Loads, table: LeastCuts) -> None:
         self._loads = loads
         self._table = table
         self._stopwatch = ChainTimes(loads)

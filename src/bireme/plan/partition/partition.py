@@ -3,7 +3,7 @@
 It may not fit: what its stages miss is then with them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +24,6 @@ class _StageLoad:
 
     begin: int
     end: int
-    device: str
     recompute: bool
     forward_s: float
     backward_s: float
@@ -63,28 +62,25 @@ class Partition:
 
 def assess(loads: Loads, cuts: Sequence[int]) -> Partition:
     """The partition with these cuts, whether it fits or not."""
-    chain, line = loads.chain, loads.line
+    chain, bounds = loads.chain, loads.chain.bounds(cuts)
     stages = []
-    link_s = [0.0]
-    for place, (begin, end) in enumerate(pairwise(chain.bounds(cuts))):
-        seat = line.seats[place]
-        again = loads.is_recomputed(place, begin, end)
+    for place, (begin, end) in enumerate(pairwise(bounds)):
+        seat, again = loads.line.seats[place], loads.is_recomputed(place, begin, end)
         backward_s = chain.recompute_backward_s if again else chain.backward_s
-        stage = _StageLoad(
-            begin=begin,
-            end=end,
-            device=seat.name,
-            recompute=again,
-            forward_s=float(chain.forward_s[begin:end].sum()) / seat.speed,
-            backward_s=float(backward_s[begin:end].sum()) / seat.speed,
-            busy_s=loads.busy_of(place, begin, end),
-            peak_bytes=loads.bytes_of(place, begin, end),
-            limit_bytes=seat.memory_bytes,
+        stages.append(
+            _StageLoad(
+                begin=begin,
+                end=end,
+                recompute=again,
+                forward_s=float(chain.forward_s[begin:end].sum()) / seat.speed,
+                backward_s=float(backward_s[begin:end].sum()) / seat.speed,
+                busy_s=loads.busy_of(place, begin, end),
+                peak_bytes=loads.bytes_of(place, begin, end),
+                limit_bytes=seat.memory_bytes,
+            )
         )
-        stages.append(stage)
-        if end < chain.num_units:
-            link_s.append(loads.link_of(place, end))
-    return Partition(tuple(stages), max(*link_s, *(stage.busy_s for stage in stages)))
+    links_s = (loads.link_of(place, end) for place, end in enumerate(bounds[1:-1]))
+    return Partition(tuple(stages), max((*links_s, *(stage.busy_s for stage in stages))))
 
 
 # The partition with the least pace, or the least way through, by dynamic programming over fixed devices.
@@ -108,8 +104,8 @@ def exact(loads: Loads) -> Partition:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LeastMax:
-    """The least greatest cost of every beginning of the chain in every number of stages.
+class LeastCuts:
+    """The least cost of every beginning of the chain in every number of stages.
 
     `least[s][b]` is that of the units up to but without s + 1 + b in s + 1 stages, and `begins[s][b]` where
     the last of these begins, counted from s.
@@ -136,29 +132,18 @@ class LeastMax:
         return tuple(reversed(cuts))
 
     def value_before(self, num_stages: int, end: int) -> float:
-        """The least greatest cost of the units up to but without `end` in so many stages."""
+        """The least cost of the units up to but without `end` in so many stages."""
         return float(self.least[num_stages - 1][end - num_stages])
 
 
-def least_max(costs: Iterable[Seconds], boundaries: Sequence[Seconds] = ()) -> LeastMax:
+def least_max(costs: Iterable[Seconds], boundaries: Sequence[Seconds] = ()) -> LeastCuts:
     """Cut so that the greatest cost is least; entries are those of `Loads`.
 
     `boundaries[s][b]` is the cost of the cut after stage s at unit s + 1 + b.
     """
-    least: list[Seconds] = []
-    begins: list[npt.NDArray[np.intp]] = []
-    for stage, cost in enumerate(costs):
-        if stage == 0:
-            # All units before the first stage are none, so it begins at the first.
-            least.append(cost[0])
-            begins.append(np.zeros(len(cost), np.intp))
-            continue
-        before = np.maximum(least[-1], boundaries[stage - 1]) if boundaries else least[-1]
-        greatest = np.maximum(before[:, None], cost)
-        first = greatest.argmin(axis=0)
-        begins.append(first)
-        least.append(greatest[first, np.arange(len(first))])
-    return LeastMax(tuple(least), tuple(begins))
+    return _least(
+        costs, np.maximum, lambda stage, least: np.maximum(least, boundaries[stage]) if boundaries else least
+    )
 
 
 def least_sum(costs: Sequence[Seconds], boundaries: Sequence[Seconds], most: float) -> tuple[int, ...] | None:
@@ -166,19 +151,24 @@ def least_sum(costs: Sequence[Seconds], boundaries: Sequence[Seconds], most: flo
 
     On devices of unequal speed the sum, which a micro-batch takes to go through, depends on the cuts.
     """
-    sums = np.where(costs[0][0] <= most, costs[0][0], np.inf)
+    possible = (np.where(cost <= most, cost, np.inf) for cost in costs)
+    found = _least(possible, np.add, lambda stage, sums: np.where(boundaries[stage] <= most, sums, np.inf))
+    return None if found.value == np.inf else found.cuts()
+
+
+def _least(costs: Iterable[Seconds], join: np.ufunc, crossed: Callable[[int, Seconds], Seconds]) -> LeastCuts:
+    """The cuts whose joined costs are least; `crossed` gives the cost of a beginning with the cut after a
+    stage.
+    """
+    least: list[Seconds] = []
     begins: list[npt.NDArray[np.intp]] = []
-    for stage in range(1, len(costs)):
-        before = np.where(boundaries[stage - 1] <= most, sums, np.inf)
-        found = before[:, None] + np.where(costs[stage] <= most, costs[stage], np.inf)
-        first = found.argmin(axis=0)
+    for stage, cost in enumerate(costs):
+        if stage == 0:  # it begins at the first unit
+            least.append(cost[0])
+            begins.append(np.zeros(len(cost), np.intp))
+            continue
+        joined = join(crossed(stage - 1, least[-1])[:, None], cost)
+        first = joined.argmin(axis=0)
         begins.append(first)
-        sums = found[first, np.arange(len(first))]
-    if sums[-1] == np.inf:
-        return None
-    cuts = []
-    place = len(sums) - 1
-    for stage in range(len(costs) - 1, 0, -1):
-        place = int(begins[stage - 1][place])
-        cuts.append(stage + place)
-    return tuple(reversed(cuts))
+        least.append(joined[first, np.arange(len(first))])
+    return LeastCuts(tuple(least), tuple(begins))
