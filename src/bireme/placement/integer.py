@@ -8,7 +8,6 @@ that of all placements that differ in the numbers of devices alone the search se
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
@@ -293,23 +292,15 @@ _TOLERANCE = 1e-6
 """The share of a device that work may be over before it is counted as needing another one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """The first and the last slot that each item can be in."""
-
-    earliest: Integers
-    latest: Integers
-
-
-def _windows_of(frame: Frame, num_slots: int) -> Windows:
-    """The slots that each item can be in where no device has more than the frame's ceiling."""
+def _windows_of(frame: Frame, num_slots: int) -> tuple[Integers, Integers]:
+    """The first and the last slot that each item can be in if no device has more than the frame's ceiling."""
     upto = np.eye(len(frame.items), dtype=np.bool_)  # upto[i, j]: is item j before i, or i itself
     for item in range(len(frame.items)):
         upto[item] |= upto[frame.items.before.row(item)].any(axis=0)
     needs, needs_after = _devices_needed(frame, upto), _devices_needed(frame, upto.T)
     earliest = np.minimum(needs - 1, num_slots - 1)
     latest = np.maximum(num_slots - needs_after, 0)
-    return Windows(earliest.astype(np.int64), latest.astype(np.int64))
+    return earliest.astype(np.int64), latest.astype(np.int64)
 
 
 def _devices_needed(frame: Frame, sets: NDArray[np.bool_]) -> Integers:
@@ -382,12 +373,12 @@ class _ContiguousModel(PlacementModel):
 
     def _add_order(self) -> Columns:
         """Columns that rise along the line and fall along the edges, in the windows the work leaves."""
-        windows = _windows_of(self.frame, self.num_slots)
+        earliest, latest = _windows_of(self.frame, self.num_slots)
         slots = np.arange(self.num_slots - 1)
         by = self.program.add_columns(
             (len(self.items), self.num_slots - 1),
-            lower=slots >= windows.latest[:, np.newaxis],
-            upper=slots >= windows.earliest[:, np.newaxis],
+            lower=slots >= latest[:, np.newaxis],
+            upper=slots >= earliest[:, np.newaxis],
             is_integer=True,
         )
         self.program.less(by[:, :-1], by[:, 1:])

@@ -97,8 +97,8 @@ def latency_lower_bound(workload: Workload) -> float:
     graph = NodeOrder(workload, workload.edges)
     nodes = workload.nodes
     least = _least_times(workload)
-    heads = _longest(graph.order, graph.producers, least)
-    tails = _longest(graph.order[::-1], graph.consumers, least)
+    heads = longest(graph.order, graph.producers, least)
+    tails = longest(graph.order[::-1], graph.consumers, least)
     through_cpu = [
         head + (node.cpu_time if workload.num_cpus else math.inf) + tail
         for head, node, tail in zip(heads, nodes, tails, strict=True)
@@ -170,7 +170,7 @@ class NodeOrder:
                     self.order.append(consumer)
 
 
-def _longest(order: Iterable[int], earlier: list[list[int]], times: list[float]) -> list[float]:
+def longest(order: Iterable[int], earlier: Sequence[Sequence[int]], times: Sequence[float]) -> list[float]:
     """The longest path that ends right before each node."""
     ends = [0.0] * len(times)
     for place in order:

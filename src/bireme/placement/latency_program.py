@@ -14,7 +14,7 @@ numbers that the solver's tolerances are made for.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from itertools import combinations, pairwise
@@ -23,8 +23,15 @@ import numpy as np
 
 from bireme.errors import BiremeError
 from bireme.placement.check import check
-from bireme.placement.contraction import Floats, Integers, Ragged, essential_edges
-from bireme.placement.latency import LatencyFound, LatencySteps, latency_lower_bound, latency_of, steps_of
+from bireme.placement.contraction import Floats, Integers, essential_edges
+from bireme.placement.latency import (
+    LatencyFound,
+    LatencySteps,
+    latency_lower_bound,
+    latency_of,
+    longest,
+    steps_of,
+)
 from bireme.placement.program import IntegerProgram, SolverOutcome, beside
 from bireme.placement.workload import Objective, Workload
 
@@ -61,8 +68,9 @@ class _LatencyProgram:
             np.where(self.is_barred, np.inf, self.accelerator_time),
             self.cpu_time if steps.num_cpus else np.inf,
         )
-        self.heads = self._longest_to(range(len(steps)), steps.before)
-        self.tails = self._longest_to(range(len(steps) - 1, -1, -1), steps.after)
+        numbers, least = range(len(steps)), self.least.tolist()
+        self.heads = np.array(longest(numbers, [steps.before.row(step) for step in numbers], least))
+        self.tails = np.array(longest(numbers[::-1], [steps.after.row(step) for step in numbers], least))
         by_cpu = self.heads + self.cpu_time + self.tails
         self.is_forced = by_cpu > self.most if steps.num_cpus else np.ones(len(steps), np.bool_)
         self.program = IntegerProgram()
@@ -82,13 +90,6 @@ class _LatencyProgram:
         for source, user in self.edges.tolist():
             paths[user] = max(paths[user], paths[source] + moves.get((source, user), 0.0) + times[user])
         return paths
-
-    def _longest_to(self, order: Iterable[int], earlier: Ragged) -> Floats:
-        """The longest path that ends right before each step, at its fastest."""
-        ends = np.zeros(len(self.steps))
-        for step in order:
-            ends[step] = max((ends[other] + self.least[other] for other in earlier.row(step)), default=0.0)
-        return ends
 
     def _add_columns(self, least: float) -> None:
         program, num_steps, num_places = self.program, len(self.steps), self.num_places

@@ -340,10 +340,6 @@ class Frame:
         """The same with a higher floor, in its scale."""
         return replace(self, floor=max(floor, self.floor))
 
-    def proven(self, bound: float) -> float:
-        """What holds for sure of a bound of the solver's, in its scale."""
-        return bound * (1 - ROUNDING) if math.isfinite(bound) else 0.0
-
     def is_settled(self) -> bool:
         """Whether the floor alone shows that the start is the best placement."""
         return self.start is not None and self.start.value * self.scale <= self.target
@@ -367,8 +363,8 @@ class Frame:
                 "The integer program found no placement within its time limit. Give it more time, or a "
                 "placement to start from."
             )
-        if solved is not None:
-            floor = max(floor, self.proven(solved.bound))
+        if solved is not None and math.isfinite(solved.bound):
+            floor = max(floor, solved.bound * (1 - ROUNDING))
         return FoundPlacement(best.where, best.value, min(floor / self.scale, best.value))
 
 

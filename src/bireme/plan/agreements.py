@@ -13,7 +13,6 @@ from math import ceil, inf
 from bireme.cluster.cluster import Cluster, Lane
 from bireme.plan.forecast import Candidate
 from bireme.plan.penalties import agreement_steps
-from bireme.plan.plan import Plan
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import forecast_of
 from bireme.profile.profile import Profile
@@ -54,7 +53,9 @@ def agreements(
     other nothing.
     """
     plan = best.plan
-    if plan.width < 2 or not plan.devices or not _may_average(plan, request):
+    # Replicas that average share nothing; sums and weights are sent as they are from where they are.
+    may_average = request.shard == "none" and request.sums.is_dense and plan.paging is None
+    if plan.width < 2 or not plan.devices or not may_average:
         return ()
     gradients = _exchange(best, profile, cluster)
     known, state_share = best.forecast, 0.0
@@ -77,13 +78,6 @@ def agreements(
         rate, cost = gain * known.samples_per_s, gain / steps.steps
         found.append(AgreementForecast(mode, every, rate, steps.steps, steps.is_at_least, cost))
     return tuple(found)
-
-
-def _may_average(plan: Plan, request: PlanRequest) -> bool:
-    """Whether a run of the plan may: its replicas share nothing, and sums and weights are sent as they are
-    from where they are.
-    """
-    return request.shard == "none" and request.sums.is_dense and plan.paging is None
 
 
 _SHOWN = (("groups", 1), ("groups", 10), ("diloco", 50))

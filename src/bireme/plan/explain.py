@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -159,7 +160,7 @@ def _other_request(cluster: Cluster, request: PlanRequest) -> Iterator[tuple[str
 # The planner mixes them; this says which of them pays. Each is planned for again, within the budgets.
 
 Search = Callable[[Profile, Cluster, PlanRequest], Answer | NothingFits]
-"""Finds the best plan within the budgets that pages nothing."""
+"""Finds the best plan within the budgets: any, or one that pages nothing."""
 
 
 def with_single_ways(
@@ -197,9 +198,6 @@ def _way(words: str, search: Callable[[], Answer | NothingFits]) -> MemoryWay:
     )
 
 
-_ExplainingSearch = Callable[[Profile, Cluster, PlanRequest], object]
-"""`find_plan`: an `Answer`, or something else where nothing fits."""
-
 _Tell = Callable[[float, str], None]
 """Which part is done, and what comes next."""
 
@@ -219,7 +217,7 @@ def explain(
     cluster: Cluster,
     request: PlanRequest,
     answer: Answer,
-    search: _ExplainingSearch,
+    search: Search,
     *,
     tell: _Tell = lambda *_: None,
 ) -> tuple[Help, ...]:
@@ -228,19 +226,10 @@ def explain(
     all_changes = list(changes(cluster, request))
     for place, change in enumerate(all_changes):
         tell(place / len(all_changes), f"planning with {change.words}")
-        other = _planned(search, profile, change)
-        if other is not None:
-            best = other.best
-            goal = request.goal
-            gain = answer.best.forecast.cost(goal) / best.forecast.cost(goal)
-            found.append(Help(change.words, best, gain))
+        with suppress(BiremeError):
+            other = search(profile, change.cluster, change.request)
+            if isinstance(other, Answer):
+                gain = answer.best.forecast.cost(request.goal) / other.best.forecast.cost(request.goal)
+                found.append(Help(change.words, other.best, gain))
     tell(1.0, "done")
     return tuple(sorted(found, key=lambda one: -one.gain))
-
-
-def _planned(search: _ExplainingSearch, profile: Profile, change: _WhatIf) -> Answer | None:
-    try:
-        found = search(profile, change.cluster, change.request)
-    except BiremeError:
-        return None
-    return found if isinstance(found, Answer) else None

@@ -192,18 +192,16 @@ class Material:
 # What other frameworks cannot say of a plan, whatever its stages: refused with the reason.
 
 
-def _check_pipelined(plan: Plan, framework: str) -> None:
-    """Refuse what is no pipeline."""
+def _check_sayable(plan: Plan, framework: str) -> None:
+    """Refuse what is no pipeline, update rules that only Bireme has, halves of micro-batches, unequal
+    replicas and stages, and forwards that are run again on some stages alone.
+    """
     if plan.num_stages == 1:
         what = "data parallelism" if plan.width > 1 else "one device"
         raise BiremeError(
             f"The best plan is {what}, without a pipeline, so there is nothing to export to {framework}. Ask "
             "for a pipeline with plan.depth = 2 or more if you want one anyway."
         )
-
-
-def _check_synchronous(plan: Plan, framework: str) -> None:
-    """Refuse update rules that only Bireme has, and halves of micro-batches."""
     rule = schedule_named(plan.schedule).rule
     if rule is not Rule.SYNCHRONOUS:
         raise BiremeError(
@@ -215,6 +213,13 @@ def _check_synchronous(plan: Plan, framework: str) -> None:
         raise BiremeError(
             f"{framework} cannot run {plan.schedule}, which slices micro-batches in halves. Plan with "
             "plan.schedule = 1f1b, which computes the same."
+        )
+    _check_equal_replicas(plan, framework)
+    if plan.recompute_units or 0 < len(plan.recompute) < plan.num_stages:
+        where = ", ".join(map(str, plan.recompute)) or "parts of stages"
+        raise BiremeError(
+            f"The plan recomputes only on stages {where} of {plan.num_stages}, but {framework} "
+            "recomputes on all stages or none. Plan with plan.recompute = always or never."
         )
 
 
@@ -233,16 +238,6 @@ def _check_equal_replicas(plan: Plan, framework: str) -> None:
         )
 
 
-def _check_recompute(plan: Plan, framework: str) -> None:
-    """Refuse forwards that are run again on some stages alone."""
-    if plan.recompute_units or 0 < len(plan.recompute) < plan.num_stages:
-        where = ", ".join(map(str, plan.recompute)) or "parts of stages"
-        raise BiremeError(
-            f"The plan recomputes only on stages {where} of {plan.num_stages}, but {framework} "
-            "recomputes on all stages or none. Plan with plan.recompute = always or never."
-        )
-
-
 # Megatron-LM: `--pipeline-model-parallel-layout`, and the arguments that go with it.
 #
 # The layout is a letter for each piece of the model, `E` the embedding, `t` a layer, `L` the loss with the
@@ -256,9 +251,7 @@ _RUNS = ("1f1b", "interleaved")
 def _megatron_arguments(material: Material) -> str:
     """The arguments of a training script of Megatron-LM, one a line."""
     plan, short = material.plan, material.short
-    _check_pipelined(plan, "Megatron-LM")
-    _check_synchronous(plan, "Megatron-LM")
-    _check_equal_replicas(plan, "Megatron-LM")
+    _check_sayable(plan, "Megatron-LM")
     if plan.schedule not in _RUNS:
         raise BiremeError(
             f"Megatron-LM has no schedule {plan.schedule}. It has {' and '.join(_RUNS)}: plan with "
@@ -275,7 +268,6 @@ def _megatron_arguments(material: Material) -> str:
             f"a multiple of the ranks, here {material.num_ranks}. Plan with another training.batch_size or "
             "plan.micro_batch."
         )
-    _check_recompute(plan, "Megatron-LM")
     lines = [
         f"--pipeline-model-parallel-size {material.num_ranks}",
         f'--pipeline-model-parallel-layout "{layout(plan, material.unit_names)}"',
@@ -413,10 +405,7 @@ def _nemo_yaml(material: Material) -> str:
 
 def _parts(material: Material, framework: str) -> tuple[tuple[str, ...], ...]:
     plan = material.plan
-    _check_pipelined(plan, framework)
-    _check_synchronous(plan, framework)
-    _check_equal_replicas(plan, framework)
-    _check_recompute(plan, framework)
+    _check_sayable(plan, framework)
     if material.graph is None:
         raise BiremeError(NEEDS_MODEL.format(framework))
     parts = module_parts(plan, material.graph)

@@ -165,10 +165,6 @@ def _figures(device: Device) -> list[str]:
     ]
 
 
-def _kind(group: Bridge | Mesh | Card) -> str:
-    return type(group).__name__.lower()
-
-
 def _joined(server: Server, group: Bridge | Mesh | Card) -> str:
     if len(group.devices) == len(server.devices):
         return _range(server.device_names[0], server.device_names[-1])
@@ -223,7 +219,7 @@ def _plain_device(device: Device) -> dict[str, Any]:
 
 def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
     return {
-        "kind": _kind(group),
+        "kind": type(group).__name__.lower(),
         "name": f"{server.name}/{group.name}",
         "devices": [f"{server.name}/{server.device_names[place]}" for place in group.devices],
         "switched": isinstance(group, Mesh) and group.switched,
