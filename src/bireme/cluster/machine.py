@@ -120,7 +120,10 @@ class _Finder:
         """One mesh over a switch, or cables between some of the devices, bundled where they are alike."""
         ports: dict[int, float] = {}
         cables: dict[tuple[int, int], float] = {}
-        place_of = {self._bus(handle): place for place, handle in enumerate(self.handles)}
+        place_of = {
+            _bus_of(self.library.nvmlDeviceGetPciInfo(handle)): place
+            for place, handle in enumerate(self.handles)
+        }
         for place, handle in enumerate(self.handles):
             for link in range(self.library.NVML_NVLINK_MAX_LINKS):
                 if not self._ask("nvmlDeviceGetNvLinkState", handle, link, 0):
@@ -140,9 +143,6 @@ class _Finder:
             members = tuple(place for place, rate in ports.items() if rate)
             return (Mesh("nvlink", members, Link(min(rates)), switched=True),)
         return _bundled({pair: rate for pair, rate in cables.items() if rate})
-
-    def _bus(self, handle: Any) -> str:
-        return _bus_of(self.library.nvmlDeviceGetPciInfo(handle))
 
 
 def _bus_of(info: Any) -> str:

@@ -422,7 +422,7 @@ class _Work:
         if seat.unit_speeds:
             through_s = _running(self._passes_s[recompute] / np.array(seat.unit_speeds))
         through_s = through_s + self._updates_s / (seat.update_speed or seat.speed)
-        begins, ends = self._ends(stage)
+        begins, ends = (slice(first, first + self._width) for first in (stage, stage + 1))
         seconds = through_s[ends][None, :] - through_s[begins][:, None]
         if stage > 0 and self._line.links[stage - 1].stops:
             seconds += self._message_s(stage - 1)[begins][:, None]
@@ -443,9 +443,6 @@ class _Work:
         """How long a message over a link stops a stage."""
         way = self._line.links[link]
         return way.seconds(self._boundary) + way.latency_s
-
-    def _ends(self, stage: int) -> tuple[slice, slice]:
-        return slice(stage, stage + self._width), slice(stage + 1, stage + 1 + self._width)
 
 
 class _Peaks:

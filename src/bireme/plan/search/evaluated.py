@@ -237,9 +237,10 @@ class EvaluatedDrafts:
         found = EvaluatedDraft(draft, forecast, forecast.cost(self._problem.request.goal))
         self._seen[draft] = found
         if found.fits:
-            kind, shape = draft.outline.kind, _shape(draft.outline)
-            _keep(self._of_kind, kind, found)
-            _keep(self._of_shape, shape, found)
+            outline = draft.outline
+            widths = outline.stage_widths or (outline.width,)
+            _keep(self._of_kind, outline.kind, found)
+            _keep(self._of_shape, (outline.schedule, widths, outline.num_ranks), found)
         return found
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -259,10 +260,6 @@ class EvaluatedDrafts:
         draft, problem = found.draft, self._problem
         codecs = problem.codecs(draft.outline.rank_of_stage, draft.codecs)
         return Candidate(draft.plan(problem.names, codecs), found.forecast)
-
-
-def _shape(outline: Outline) -> tuple[str, tuple[int, ...], int]:
-    return outline.schedule, outline.stage_widths or (outline.width,), outline.num_ranks
 
 
 def _keep(book: dict[_Key, EvaluatedDraft], key: _Key, found: EvaluatedDraft) -> None:

@@ -233,8 +233,8 @@ class Remedies:
         batch = request.batch_size // 2
         if batch >= smallest and not fits and self._fits(batch_size=batch, largest_batch=None):
             self.enough.append(f"a batch of {batch} samples")
-        half = "samples of half the length (length)"
-        self._record(half, fits=self._fits(_with_half_length(profile)))
+        half = _with_costs(profile, lambda cost: cost, None, 0.5)  # of attention it would be a quarter
+        self._record("samples of half the length (length)", fits=self._fits(half))
 
     def _try_offloading(self) -> None:
         """The host's memory, and the disk where its size is known."""
@@ -327,11 +327,6 @@ def _with_size(profile: Profile, known: int, size: int) -> Profile:
     if size in profile.micro_batches:
         return profile
     return _with_costs(profile, lambda cost: replace(cost, micro_batch=size), known, size / known)
-
-
-def _with_half_length(profile: Profile) -> Profile:
-    """The profile with half the activations: those of attention would be a quarter."""
-    return _with_costs(profile, lambda cost: cost, None, 0.5)
 
 
 def _with_costs(

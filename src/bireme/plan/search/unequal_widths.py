@@ -113,7 +113,9 @@ class UnequalExplorer(Explorer):
         problem, asked = self._problem, self._problem.request.stage_widths
         grids = [
             grid
-            for grid in sorted(_all_grids(problem, problem.request.depth), key=_num_devices)
+            for grid in sorted(
+                _all_grids(problem, problem.request.depth), key=lambda grid: sum(map(len, grid))
+            )
             if isinstance(asked, str) or tuple(map(len, grid)) == asked
         ]
         for shape in self._shapes():
@@ -197,9 +199,6 @@ class UnequalExplorer(Explorer):
             if best is not None:
                 yield best
 
-    def _least_cost(self, draft: Draft) -> float:
-        return self._ledger.least_cost(draft.outline, self._ledger.evaluator.least_s(draft))
-
     def _evaluated(self, draft: Draft) -> EvaluatedDraft | None:
         """A draft that fits, with stages that run forwards again if they must; None if that is not enough."""
         found = self._ledger.evaluated(draft)
@@ -226,7 +225,9 @@ class UnequalExplorer(Explorer):
 
     def _is_over(self, draft: Draft, best: EvaluatedDraft) -> bool:
         """Whether a draft cannot be better than another, or enough was simulated."""
-        return self._ledger.evaluator.num_instructions > self._most or self._least_cost(draft) >= best.cost
+        evaluator = self._ledger.evaluator
+        least_cost = self._ledger.least_cost(draft.outline, evaluator.least_s(draft))
+        return evaluator.num_instructions > self._most or least_cost >= best.cost
 
     def _walk(self, best: EvaluatedDraft) -> None:
         """From neighbor to neighbor as long as that is better."""
@@ -324,10 +325,6 @@ def _all_grids(problem: PlanningProblem, depth: int | None) -> Iterator[Grid]:
             if key not in seen:
                 seen.add(key)
                 yield grid
-
-
-def _num_devices(grid: Grid) -> int:
-    return sum(map(len, grid))
 
 
 def _alike_neighbors(problem: PlanningProblem, devices: Sequence[int]) -> list[bool]:

@@ -117,7 +117,7 @@ def _parts(runs: Sequence[Run], now: datetime, version: str) -> Iterator[str]:
     yield _warnings(run)
     yield _sample(run)
     yield _settings(run)
-    yield _footer(now, version)
+    yield tag("footer", words(f"Made by Bireme {version} on {_date(now)}."))
 
 
 def _header(runs: Sequence[Run], now: datetime) -> str:
@@ -243,10 +243,6 @@ def _settings(run: Run) -> str:
         return ""
     text = tag("pre", words(run.settings.strip()), class_="columns")
     return tag("section", tag("details", tag("summary", "The run file, every key resolved"), text))
-
-
-def _footer(now: datetime, version: str) -> str:
-    return tag("footer", words(f"Made by Bireme {version} on {_date(now)}."))
 
 
 # The page of a run, served on this machine alone and made again whenever the run has come further.

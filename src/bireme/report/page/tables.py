@@ -106,17 +106,14 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     ]
     length = f" of {counted(learns.length, 'token')}" if learns.length is not None else ""
     yield "Size", f"{', '.join(size for size in sizes if size)}{length if sizes[1] else ''}"
-    yield "Epochs", "" if learns.epochs is None else f"{learns.epochs:.3g} in {_planned(run)}"
+    planned = counted(run.planned_steps, "step") if run.planned_steps else "the whole run"
+    yield "Epochs", "" if learns.epochs is None else f"{learns.epochs:.3g} in {planned}"
     yield "Tokenizer", learns.tokenizer
     yield "Loss on", learns.loss_on
     evaluated = learns.num_evaluation_samples
     yield "Evaluated on", "" if evaluated is None else counted(evaluated, "sample")
     yield "Schedule", _schedule_text(run) if run.plan is not None or run.metrics.starts else ""
     yield "Devices", _devices_text(run)
-
-
-def _planned(run: Run) -> str:
-    return counted(run.planned_steps, "step") if run.planned_steps else "the whole run"
 
 
 def _parameters(learns: LearnsEvent) -> str:
