@@ -6,7 +6,7 @@ docs/composition.md, `bireme capabilities` and tests/composition/ are made from 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -20,29 +20,29 @@ Read = Callable[[str], Any]
 class Capability:
     """One capability. `settings` are keys of a run file that switch it on, each as `--set` takes it.
 
-    `is_used` finds out whether a run file uses it. `excludes` gives for other capabilities the reason of
-    principle why a run cannot have both.
+    A run file uses it if `test` holds or, without one, if the first of these keys has this value. `excludes`
+    gives for other capabilities the reason of principle why a run cannot have both.
     """
 
     name: str
     title: str
     axis: str
     settings: Mapping[str, str | int]
-    is_used: Callable[[Read], bool]
-    excludes: Mapping[str, str]
+    test: Callable[[Read], bool] | None = None
+    excludes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """The key that an error names."""
         return next(iter(self.settings))
 
+    def is_used(self, read: Read) -> bool:
+        """Whether a run file uses it."""
+        return read(self.key) == self.settings[self.key] if self.test is None else self.test(read)
+
 
 HOST, FOLDER, ROWS = "HOST", "TEXTS", "ROWS.txt"
 """In settings: the name of this machine, a folder of texts, and a file of rows. They differ by machine."""
-
-
-def _is(key: str, *values: object) -> Callable[[Read], bool]:
-    return lambda read: read(key) in values
 
 
 def _is_set(key: str) -> Callable[[Read], bool]:
@@ -86,19 +86,27 @@ _TRIAL = (
 
 def _schedule(name: str, title: str, **excludes: str) -> Capability:
     settings: dict[str, str | int] = {"plan.schedule": name, "plan.depth": 2, "cluster.workers": 4}
-    return Capability(name, title, SCHEDULE, settings, _is("plan.schedule", name), excludes)
+    return Capability(name, title, SCHEDULE, settings, excludes=excludes)
 
 
-def _mode(name: str, mode: str, title: str, **more: str | int) -> Capability:
-    settings: dict[str, str | int] = {"sync.mode": mode, "plan.width": 2, "cluster.workers": 4}
-    settings |= {key.replace("__", "."): value for key, value in more.items()}
+def _sums(read: Read) -> bool:
     # With one replica there is nobody to sum with, so the usual mode is in use only with more of them.
-    is_used = _is("sync.mode", mode)
-    if mode == "allreduce":
-        return Capability(
-            name, title, AGREEMENT, settings, lambda read: is_used(read) and (read("plan.width") or 1) > 1, {}
-        )
-    return Capability(name, title, AGREEMENT, settings, is_used, {})
+    return read("sync.mode") == "allreduce" and (read("plan.width") or 1) > 1
+
+
+_TWO_STAGES: Mapping[str, str | int] = {"plan.depth": 2, "cluster.workers": 4}
+_TWO_REPLICAS: Mapping[str, str | int] = {"plan.width": 2, "cluster.workers": 4}
+_LORA: Mapping[str, str | int] = {
+    "model.lora.rank": 8,
+    "model.lora.targets": '["query_key_value"]',
+    "model.lora.merge": "true",
+}
+_TIED = "gpt:layers=2,width=64,heads=2,vocab=257,context=128,tied=true"
+
+
+def _mode(name: str, title: str, test: Callable[[Read], bool] | None = None, **more: int) -> Capability:
+    settings = {"sync.mode": name, **_TWO_REPLICAS, **{f"sync.{key}": value for key, value in more.items()}}
+    return Capability(name, title, AGREEMENT, settings, test)
 
 
 _ALL = (
@@ -111,30 +119,23 @@ _ALL = (
     _schedule("zbv", "ZB-V: zero bubble, two stages on a rank", principal=_SPLIT),
     _schedule("2bw", "PipeDream-2BW: updates one batch late"),
     _schedule("2bw-fresh", "2BW with trial steps"),
-    _mode("allreduce", "allreduce", "All-reduce of gradients in every batch"),
-    _mode("quorum", "quorum", "Sums of gradients of the replicas that are ready; replicas may die"),
-    _mode("groups", "groups", "Averages of weights in groups of replicas that are ready"),
-    _mode(
-        "diloco",
-        "diloco",
-        "DiLoCo: averages of what replicas learned",
-        sync__diloco_every=2,
-    ),
+    _mode("allreduce", "All-reduce of gradients in every batch", _sums),
+    _mode("quorum", "Sums of gradients of the replicas that are ready; replicas may die"),
+    _mode("groups", "Averages of weights in groups of replicas that are ready"),
+    _mode("diloco", "DiLoCo: averages of what replicas learned", diloco_every=2),
     Capability(
         "boundary-codec",
         "Codec at stage boundaries",
         "codec at stage boundaries",
-        {"links.codec": "int8", "plan.depth": 2, "cluster.workers": 4},
+        {"links.codec": "int8", **_TWO_STAGES},
         _has_codec_between,
-        {},
     ),
     Capability(
         "sum-codec",
         "Codec in sums over replicas",
         "codec in sums",
-        {"sync.codec": "int4", "plan.width": 2, "cluster.workers": 4},
+        {"sync.codec": "int4", **_TWO_REPLICAS},
         _is_other_than("sync.codec", "none"),
-        {},
     ),
     Capability(
         "principal",
@@ -148,25 +149,20 @@ _ALL = (
         "balance",
         "Shares of a batch that follow the speed of the replicas",
         "balance",
-        {"balance.mode": "measured", "plan.width": 2, "cluster.workers": 4},
-        _is("balance.mode", "measured"),
-        {},
+        {"balance.mode": "measured", **_TWO_REPLICAS},
     ),
     Capability(
         "shard-optimizer",
         "ZeRO-1: replicas share the optimizer",
         "what replicas share",
-        {"memory.shard": "optimizer", "plan.width": 2, "cluster.workers": 4},
-        _is("memory.shard", "optimizer"),
-        {},
+        {"memory.shard": "optimizer", **_TWO_REPLICAS},
     ),
     Capability(
         "shard-weights",
         "ZeRO-3: replicas share weights, gradients and the optimizer",
         "what replicas share",
-        {"memory.shard": "weights", "plan.width": 2, "cluster.workers": 4},
-        _is("memory.shard", "weights"),
-        {"2bw-fresh": _TRIAL},
+        {"memory.shard": "weights", **_TWO_REPLICAS},
+        excludes={"2bw-fresh": _TRIAL},
     ),
     Capability(
         "offloading",
@@ -174,80 +170,34 @@ _ALL = (
         "offloading",
         {"memory.device": "12MB"},
         _is_set("memory.device"),
-        {},
     ),
     Capability(
         "copies",
         "Second copies of the state in another process, from which a run goes on",
         "second copies",
         {"memory.copies": 1},
-        _is("memory.copies", 1),
-        {},
     ),
-    Capability(
-        "recompute",
-        "Activation checkpointing",
-        "activations",
-        {"plan.recompute": "always"},
-        _is("plan.recompute", "always"),
-        {},
-    ),
+    Capability("recompute", "Activation checkpointing", "activations", {"plan.recompute": "always"}),
     Capability(
         "compile",
         "Stages compiled by torch",
         "compilation",
         {"model.compile": "true"},
         _is_set("model.compile"),
-        {},
     ),
     Capability(
-        "bfloat16",
-        "bfloat16 with float32 master weights",
-        "number format",
-        {"model.dtype": "bfloat16"},
-        _is("model.dtype", "bfloat16"),
-        {},
+        "bfloat16", "bfloat16 with float32 master weights", "number format", {"model.dtype": "bfloat16"}
     ),
-    Capability(
-        "muon",
-        "Muon",
-        "optimizer",
-        {"training.optimizer": "muon"},
-        _is("training.optimizer", "muon"),
-        {},
-    ),
-    Capability(
-        "lora",
-        "LoRA adapter",
-        "part of the model that learns",
-        {"model.lora.rank": 8, "model.lora.targets": '["query_key_value"]', "model.lora.merge": "true"},
-        _is_set("model.lora.rank"),
-        {},
-    ),
+    Capability("muon", "Muon", "optimizer", {"training.optimizer": "muon"}),
+    Capability("lora", "LoRA adapter", "part of the model that learns", _LORA, _is_set("model.lora.rank")),
     Capability(
         "nf4",
         "Frozen weights in four bits (QLoRA)",
         "number format of frozen weights",
-        {
-            "model.frozen_dtype": "nf4",
-            "model.lora.rank": 8,
-            "model.lora.targets": '["query_key_value"]',
-            "model.lora.merge": "true",
-        },
-        _is_set("model.frozen_dtype"),
-        {},
+        {"model.frozen_dtype": "nf4", **_LORA},
     ),
     Capability(
-        "tied",
-        "Weights tied over stages",
-        "tied weights",
-        {
-            "model.source": "gpt:layers=2,width=64,heads=2,vocab=257,context=128,tied=true",
-            "plan.depth": 2,
-            "cluster.workers": 4,
-        },
-        _is_tied,
-        {},
+        "tied", "Weights tied over stages", "tied weights", {"model.source": _TIED, **_TWO_STAGES}, _is_tied
     ),
     Capability(
         "private-data",
@@ -255,7 +205,6 @@ _ALL = (
         "private data",
         {"data.private": f'{{"{HOST}" = "stdlib"}}'},
         _is_set("data.private"),
-        {},
     ),
     Capability(
         "mixture",
@@ -263,7 +212,6 @@ _ALL = (
         "mixture",
         {"data.mixture": f'[{{source = "stdlib", weight = 3}}, {{source = "{FOLDER}"}}]'},
         _is_set("data.mixture"),
-        {},
     ),
     Capability(
         "stream",
@@ -271,7 +219,6 @@ _ALL = (
         "stream",
         {"data.source": f"hf:{ROWS},streaming=true"},
         _streams,
-        {},
     ),
 )
 
