@@ -7,37 +7,21 @@ when it is first asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError as BiremeError
 
 if TYPE_CHECKING:
-    from bireme.model.capture import capture
-    from bireme.model.chain import chain
-    from bireme.plan.plan import Plan
-    from bireme.plan.plan_file import load_plan
-    from bireme.plan.program_plan import ProgramPlan
-    from bireme.plan.search.search import find_plan
-    from bireme.runtime.launch import launch
-    from bireme.runtime.pipeline import Pipeline
-    from bireme.runtime.settings import PipelineSettings, named_optimizer
-    from bireme.runtime.world import World
-    from bireme.schedule.source import source_of
-
-__all__ = [
-    "BiremeError",
-    "Pipeline",
-    "PipelineSettings",
-    "Plan",
-    "ProgramPlan",
-    "World",
-    "__version__",
-    "capture",
-    "chain",
-    "find_plan",
-    "launch",
-    "load_plan",
-    "named_optimizer",
-    "source_of",
-]
+    from bireme.model.capture import capture as capture
+    from bireme.model.chain import chain as chain
+    from bireme.plan.plan import Plan as Plan
+    from bireme.plan.plan_file import load_plan as load_plan
+    from bireme.plan.program_plan import ProgramPlan as ProgramPlan
+    from bireme.plan.search.search import find_plan as find_plan
+    from bireme.runtime.launch import launch as launch
+    from bireme.runtime.pipeline import Pipeline as Pipeline
+    from bireme.runtime.settings import PipelineSettings as PipelineSettings
+    from bireme.runtime.settings import named_optimizer as named_optimizer
+    from bireme.runtime.world import World as World
+    from bireme.schedule.source import source_of as source_of
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """Codecs: how a tensor of numbers becomes fewer bytes, and becomes a tensor again.
 
-    from bireme.codec import codec_of, parse_codec
+    from bireme.codec import codec_of as codec_of
+    from bireme.codec import parse_codec as parse_codec
 
     codec = codec_of(parse_codec("topk:0.25:8"))
     message = torch.empty(codec.most_bytes(x.shape, x.dtype), dtype=torch.uint8)
@@ -15,41 +16,24 @@ torch: `description` says in plain numbers which codecs there are, for planners 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from bireme.codec.description import (
-    NO_CODECS,
-    NONE,
-    BoundaryCodecs,
-    CodecChoice,
-    CodecPhase,
-    LinkCodecs,
-    parse_codec,
-)
+from bireme.codec.description import NO_CODECS as NO_CODECS
+from bireme.codec.description import NONE as NONE
+from bireme.codec.description import BoundaryCodecs as BoundaryCodecs
+from bireme.codec.description import CodecChoice as CodecChoice
+from bireme.codec.description import CodecPhase as CodecPhase
+from bireme.codec.description import LinkCodecs as LinkCodecs
+from bireme.codec.description import parse_codec as parse_codec
 
 if TYPE_CHECKING:
-    from bireme.codec.above import TopKAbove
-    from bireme.codec.blocks import BlockCodec
-    from bireme.codec.choice import codec_of, through
-    from bireme.codec.codec import Cast, Codec, Masking
-    from bireme.codec.topk import KeptEntries, TopK
-
-__all__ = [
-    "NONE",
-    "NO_CODECS",
-    "BlockCodec",
-    "BoundaryCodecs",
-    "Cast",
-    "Codec",
-    "CodecChoice",
-    "CodecPhase",
-    "KeptEntries",
-    "LinkCodecs",
-    "Masking",
-    "TopK",
-    "TopKAbove",
-    "codec_of",
-    "parse_codec",
-    "through",
-]
+    from bireme.codec.above import TopKAbove as TopKAbove
+    from bireme.codec.blocks import BlockCodec as BlockCodec
+    from bireme.codec.choice import codec_of as codec_of
+    from bireme.codec.choice import through as through
+    from bireme.codec.codec import Cast as Cast
+    from bireme.codec.codec import Codec as Codec
+    from bireme.codec.codec import Masking as Masking
+    from bireme.codec.topk import KeptEntries as KeptEntries
+    from bireme.codec.topk import TopK as TopK
 
 PLACES = {
     "BlockCodec": "bireme.codec.blocks",
