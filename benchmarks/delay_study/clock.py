@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bireme.schedule.catalogue import generate, schedule_named
-from bireme.simulate.comparison import solve_lookahead
+from bireme.simulate.comparison import Contest, solve_lookahead
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.simulator import simulate
@@ -49,7 +49,7 @@ def batch_time(
     links = Links(1.0 / speed.value)
     lookahead = 0
     if may_look_ahead and schedule_named(schedule).most_lookahead is not None:
-        lookahead = solve_lookahead(schedule, costs, num_microbatches, links.network).lookahead
+        lookahead = solve_lookahead(schedule, Contest(costs, num_microbatches, links.network)).lookahead
     program = generate(
         schedule,
         num_stages=num_stages,

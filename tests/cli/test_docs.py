@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.catalogue import generate
 from bireme.schedule.grid import ascii_picture
 from bireme.simulate.costs import CostsFile
+from tests.schedule.test_pictures import PICTURED
 from tests.support.command import bireme, with_sets
 from tests.support.ranks import run_script
 
@@ -50,11 +51,11 @@ def test_the_engine_s_example_trains_as_a_script(tmp_path: Path) -> None:
     assert "assert loss < " in code, "the script checks that it learns"
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", PICTURED)
 def test_every_schedule_is_explained_under_its_picture(name: str) -> None:
     text = (ROOT / "docs" / "schedules.md").read_text()
     section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
-    assert SCHEDULES[name].picture.strip("\n") in section
+    assert ascii_picture(PICTURED[name]) in section
 
 
 def test_stages_of_unequal_width_are_drawn_as_they_run() -> None:

@@ -63,7 +63,16 @@ def store_of(one: Places, folder: Path, num_chunks: int | None = None) -> ChunkS
     )
     chunks = {(Item.OPTIMIZER, 0): num_chunks or sum(one.capacities)}
     cut = RankTiers(PAGE_BYTES, tiers, chunks, {}, master=False)
-    program = Program("none", Rule.SYNCHRONOUS, Routes((0,)), 1, 1, (1,), (Track(()),), tiers=(cut,))
+    program = Program(
+        name="none",
+        rule=Rule.SYNCHRONOUS,
+        routes=Routes((0,)),
+        num_microbatches=1,
+        num_batches=1,
+        banks=(1,),
+        tracks=(Track(()),),
+        tiers=(cut,),
+    )
     return ChunkStore(program, 0, torch.device("cpu"), PagingSettings(folder))
 
 

@@ -7,7 +7,8 @@ import pytest
 from bireme.plan.plan import Plan
 from bireme.schedule.catalogue import generate
 from bireme.schedule.checker import check
-from bireme.schedule.residency import gradient_sets
+from bireme.schedule.instruction import Kind
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
@@ -20,6 +21,21 @@ from tests.support.together import run_threads
 pytestmark = pytest.mark.slow
 
 FLOWING = ("2bw", "2bw-fresh")
+
+
+def gradient_sets(program: Program) -> tuple[int, ...]:
+    """For each stage, how many batches' gradients it keeps at once: from a first backward to the UPDATE."""
+    most = [0] * program.num_stages
+    kept: list[set[tuple[int, int | None]]] = [set() for _ in most]
+    for track in program.tracks:
+        for step in track:
+            key = step.batch, step.microbatch if program.rule is Rule.STASHED else None
+            if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                kept[step.stage].add(key)
+                most[step.stage] = max(most[step.stage], len(kept[step.stage]))
+            elif step.kind is Kind.UPDATE:
+                kept[step.stage].discard(key)
+    return tuple(most)
 
 
 @pytest.mark.parametrize("name", FLOWING)
@@ -74,7 +90,7 @@ def test_schedules_that_drain_know_no_earlier_update() -> None:
 
 def test_a_plan_updates_early_where_it_sums_no_gradients() -> None:
     def first_sets(plan: Plan) -> int:
-        return plan.source.gradient_sets[0]
+        return gradient_sets(plan.source.settled())[0]
 
     assert first_sets(Plan((1,), 4)) == 1
     assert first_sets(Plan((1,), 4, width=2)) == 2
@@ -91,6 +107,6 @@ def test_the_engine_waits_for_no_shared_parameters_unless_asked(asked: bool | No
     def work(rank: int) -> int:
         pipeline = pipeline_of(model, Setting(plan), fabric.of(rank))
         pipeline.close()
-        return pipeline.plan.source.gradient_sets[0]
+        return gradient_sets(pipeline.plan.source.settled())[0]
 
     assert run_threads(plan.num_ranks, work) == [sets, sets]

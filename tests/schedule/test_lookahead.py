@@ -8,7 +8,7 @@ from bireme.errors import BiremeError
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import Kind
-from bireme.simulate.comparison import solve_lookahead
+from bireme.simulate.comparison import Contest, solve_lookahead
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.simulator import simulate
@@ -53,20 +53,17 @@ def test_a_trial_step_sees_as_many_micro_batches_less() -> None:
 def test_it_hides_a_link_that_is_slow_but_not_too_slow() -> None:
     """A message takes a third of a micro-batch, and each batch pays for the way there and back."""
     costs = Costs.per_stage(8, forward_s=1, backward_s=2, message_bytes=1)
-    found = solve_lookahead("2bw", costs, 16, Links(1.0).network)
+    found = solve_lookahead("2bw", Contest(costs, 16, Links(1.0).network))
     assert found.steady_batch_s == pytest.approx(16 * 3)
     assert found.without_s > 1.5 * found.steady_batch_s
     assert 0 < found.lookahead <= 9
 
 
 def test_where_messages_take_no_time_there_is_nothing_to_hide() -> None:
-    costs = Costs.per_stage(4, forward_s=1, backward_s=2)
     for name in ABLE:
-        assert solve_lookahead(name, costs, 8, Links().network).lookahead == 0
-        assert (
-            solve_lookahead(name, Costs.per_stage(1, forward_s=1, backward_s=2), 8, Links().network).lookahead
-            == 0
-        )
+        for num_stages in (4, 1):
+            costs = Costs.per_stage(num_stages, forward_s=1, backward_s=2)
+            assert solve_lookahead(name, Contest(costs, 8, Links().network)).lookahead == 0
 
 
 @pytest.mark.slow
@@ -91,6 +88,6 @@ def test_the_solved_lookahead_is_as_good_as_any(
         return simulate(program, costs, links.network(program)).steady_batch_s
 
     all_s = [batch_s(lookahead) for lookahead in range(m - d + 2)]
-    found = solve_lookahead(name, costs, m, links.network)
+    found = solve_lookahead(name, Contest(costs, m, links.network))
     assert found.steady_batch_s == batch_s(found.lookahead)
     assert found.steady_batch_s <= min(all_s) * 1.01

@@ -13,7 +13,7 @@ from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
 from bireme.schedule.program import Program
 from bireme.schedule.weave import lower
-from bireme.simulate.comparison import solve_slices
+from bireme.simulate.comparison import Contest, solve_slices
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import Links
 from bireme.simulate.network import Network, Path
@@ -292,7 +292,7 @@ def _over(wire: int) -> Path:
 @pytest.mark.parametrize(("p", "m", "k"), [(16, 32, 4), (12, 24, 3), (4, 8, 1), (8, 16, 2)])
 def test_slices_are_solved_to_the_published_rule_at_equal_stages(p: int, m: int, k: int) -> None:
     """⌈(p−1)f / 2b⌉ with b = 2f."""
-    assert solve_slices(Costs.per_stage(p, forward_s=1, backward_s=2), m) == k
+    assert solve_slices(Contest(Costs.per_stage(p, forward_s=1, backward_s=2), m, Links().network)) == k
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_the_solved_number_of_slices_is_the_best_of_all(times: list[tuple[int, i
         return simulate(program, costs).makespan_s
 
     all_s = [taken_s(k) for k in range(min(d, m) + 1)]
-    assert solve_slices(costs, m) == all_s.index(min(all_s))
+    assert solve_slices(Contest(costs, m, Links().network)) == all_s.index(min(all_s))
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 16])

@@ -37,7 +37,7 @@ from bireme.errors import BiremeError
 if TYPE_CHECKING:
     from bireme.schedule.budgets import Budgets
     from bireme.schedule.program import Program
-    from bireme.simulate.comparison import Lookahead
+    from bireme.simulate.comparison import Contest, Lookahead
     from bireme.simulate.costs import Costs
     from bireme.simulate.links import Links
     from bireme.timeline.timeline import Timeline
@@ -205,6 +205,8 @@ def simulate(
     refuse(context, "Given costs stand for a model", "profile", "like", "fresh", "file")
     from bireme.cluster.cluster import Overlap, overlap_named
     from bireme.schedule.generators.shape import Shape
+    from bireme.simulate.comparison import Contest, solve_paging, solve_slices
+    from bireme.simulate.comparison import compare as compare_all
     from bireme.simulate.links import Links
     from bireme.train.run_file.run import load_tables
 
@@ -241,31 +243,19 @@ def simulate(
     bandwidth = inf if link_bytes_per_s is None else link_bytes_per_s
     links = Links(bandwidth, link_latency_s, not half_duplex, ranks_per_server, overlap_named(link_overlap))
 
-    def stage_costs(num_stages: int) -> "Costs":
-        return _costs(costs, given, num_stages)
+    def contest(num_stages: int) -> Contest:
+        found = _costs(costs, given, num_stages)
+        return Contest(found, num_microbatches, links.network, recompute, overlap_reduce)
 
     if compare:
-        from bireme.simulate.comparison import compare as compare_all
-
-        contenders = compare_all(
-            stage_costs(stages),
-            num_microbatches=num_microbatches,
-            num_batches=window,
-            network=links.network,
-            recompute=recompute,
-            overlap_reduce=overlap_reduce,
-            agree=agree,
-        )
         from bireme.report.terminal import print_comparison
         from bireme.report.timeline_document import comparison_document
 
-        outcomes = list(contenders)
+        outcomes = list(compare_all(contest(stages), window, agree=agree))
         show(partial(comparison_document, outcomes), partial(print_comparison, outcomes), as_json=as_json)
         return
     if name == "1f1b-sliced" and slices is None:
-        from bireme.simulate.comparison import solve_slices
-
-        slices = solve_slices(stage_costs(stages), num_microbatches, links.network, recompute=recompute)
+        slices = solve_slices(contest(stages))
     program = build_program(
         name,
         source,
@@ -283,13 +273,12 @@ def simulate(
     from bireme.simulate.copies import TierLinks
     from bireme.simulate.simulator import simulate as run
 
+    own = contest(program.num_stages)
     whole, tier_links = program, TierLinks(host_bytes_per_s or inf, disk_bytes_per_s or inf)
     if budgets is not None:
-        from bireme.simulate.comparison import solve_paging
-
         program = solve_paging(
             program,
-            stage_costs(program.num_stages),
+            own.costs,
             budgets,
             tier_links,
             links.network(program),
@@ -301,7 +290,7 @@ def simulate(
 
     timeline = run(
         program,
-        stage_costs(program.num_stages),
+        own.costs,
         links.network(program),
         overlap_reduce=overlap_reduce,
         agree=agree,
@@ -317,7 +306,7 @@ def simulate(
         and sweep == 1
         and program is whole
     ):
-        advice = _advice(program, stage_costs(program.num_stages), links, overlap_reduce=overlap_reduce)
+        advice = _advice(program, own, links)
     _show(timeline, advice, trace, picture, as_json=as_json)
 
 
@@ -413,24 +402,15 @@ def _refuse_unsound(source: Path) -> None:
         raise BiremeError(report.verdict(program.name))
 
 
-def _advice(
-    program: "Program", costs: "Costs", links: "Links", *, overlap_reduce: bool
-) -> "Lookahead | None":
+def _advice(program: "Program", contest: "Contest", links: "Links") -> "Lookahead | None":
     """The gain of a lookahead, for schedules that allow one and links that take time."""
     from bireme.schedule.catalogue import schedule_named
     from bireme.simulate.comparison import solve_lookahead
 
-    takes_time = links.latency_s > 0 or (links.bytes_per_s < float("inf") and any(costs.message_bytes))
+    takes_time = links.latency_s > 0 or (links.bytes_per_s < inf and any(contest.costs.message_bytes))
     if not takes_time or schedule_named(program.name).most_lookahead is None:
         return None
-    return solve_lookahead(
-        program.name,
-        costs,
-        program.num_microbatches,
-        links.network,
-        recompute=bool(program.recomputed),
-        overlap_reduce=overlap_reduce,
-    )
+    return solve_lookahead(program.name, contest)
 
 
 def _show(timeline: "Timeline", advice: "Lookahead | None", *written: Path | None, as_json: bool) -> None:

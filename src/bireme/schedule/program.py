@@ -139,9 +139,9 @@ class Track(Sequence[Instruction]):
         return self.tail[position - len(self.body) * self.repeats]
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What each rank does in a window of batches, and what an interpreter must know to do it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTraits:
+    """What programs of one kind have in common, whatever their batches.
 
     `routes` give a rank any number of stages, neighbors or not, or a stage several ranks. `banks` is how many
     weight versions each stage may keep: version v lives in bank v mod `banks[stage]`, so making version v
@@ -152,12 +152,37 @@ class Program:
     rule: Rule
     routes: Routes
     num_microbatches: int
-    num_batches: int
     banks: tuple[int, ...]
-    tracks: tuple[Track, ...]
-    first_batch: int = 0
     recomputed: frozenset[int] = frozenset()
     """The stages that keep only their inputs and run their forward again before the backward."""
+
+    @property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """The rank of each stage, or the first of its ranks."""
+        return self.routes.rank_of_stage
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.routes.num_stages
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes one replica has."""
+        return self.routes.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, in the model's order."""
+        return self.routes.stages_of(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(ProgramTraits):
+    """What each rank does in a window of batches, and what an interpreter must know to do it."""
+
+    num_batches: int
+    tracks: tuple[Track, ...]
+    first_batch: int = 0
     tiers: tuple[RankTiers | None, ...] = ()
     """For each rank how its memory is cut, None where all stays on the device; empty where no rank pages."""
     average_lag: int | None = None
@@ -172,25 +197,10 @@ class Program:
         """Whether ranks copy chunks between tiers, or exchange parts with the replicas that own them."""
         return bool(self.tiers) or self.num_sharers > 1
 
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage, or the first of its ranks."""
-        return self.routes.rank_of_stage
-
     def ends_of(self, message: Message) -> tuple[int, int]:
         """The rank that makes a message and the rank that uses it."""
         source = self.routes.rank_of(message.from_stage, message.microbatch)
         return source, self.routes.rank_of(message.to_stage, message.microbatch)
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the model is cut into."""
-        return self.routes.num_stages
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes run it."""
-        return len(self.tracks)
 
     @property
     def num_instructions(self) -> int:
@@ -272,7 +282,3 @@ class Program:
     def tiers_of(self, rank: int) -> RankTiers | None:
         """How a rank's memory is cut into chunks and tiers; None where all stays on the device."""
         return self.tiers[rank] if self.tiers else None
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, in the model's order."""
-        return self.routes.stages_of(rank)

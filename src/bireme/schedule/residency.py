@@ -106,21 +106,6 @@ def resident(
     return ledger.result(holding)
 
 
-def gradient_sets(program: Program) -> tuple[int, ...]:
-    """For each stage, how many batches' gradients it keeps at once: from a first backward to the UPDATE."""
-    most = [0] * program.num_stages
-    kept: list[set[tuple[int, int | None]]] = [set() for _ in most]
-    for track in program.tracks:
-        for step in track:
-            key = step.batch, step.microbatch if program.rule is Rule.STASHED else None
-            if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                kept[step.stage].add(key)
-                most[step.stage] = max(most[step.stage], len(kept[step.stage]))
-            elif step.kind is Kind.UPDATE:
-                kept[step.stage].discard(key)
-    return tuple(most)
-
-
 def _weightless(num_stages: int) -> Sizes:
     nothing = (0.0,) * num_stages
     return Sizes(nothing, nothing, nothing, nothing, nothing, nothing, nothing)

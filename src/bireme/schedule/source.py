@@ -11,15 +11,14 @@ somebody gives, such as one from a file, becomes a source by `source_of`, which 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from bireme.errors import BiremeError
 from bireme.schedule.checker import check
 from bireme.schedule.instruction import COMPUTE, Instruction, Kind
-from bireme.schedule.program import Block, Program, Rule, Track
-from bireme.schedule.residency import gradient_sets
-from bireme.schedule.routes import Routes
+from bireme.schedule.program import Block, Program, ProgramTraits, Rule, Track
 from bireme.schedule.tiers import RankTiers
 
 # Fold a long program into a loop.
@@ -177,19 +176,13 @@ Window = Callable[[int, int], Program]
 """Gives the right program of so many batches from the batch of that number on."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramSource:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSource(ProgramTraits):
     """Programs that differ only in their window, which `window` gives: (number of batches, first batch).
 
     `num_batches` is the length of every window where there is only one, else None.
     """
 
-    name: str
-    rule: Rule
-    routes: Routes
-    num_microbatches: int
-    banks: tuple[int, ...]
-    recomputed: frozenset[int]
     num_sliced: int
     """How many micro-batches of a batch go forward in halves."""
     splits_backward: bool
@@ -198,11 +191,6 @@ class ProgramSource:
     num_batches: int | None = None
     least: int = 1
     """The fewest batches of a window."""
-
-    @property
-    def gradient_sets(self) -> tuple[int, ...]:
-        """For each stage, how many batches' gradients it keeps at once."""
-        return gradient_sets(self.settled())
 
     @property
     def read_ahead(self) -> int:
@@ -216,25 +204,6 @@ class ProgramSource:
     def settled(self) -> Program:
         """A window that shows all that longer ones do."""
         return self.program(self.num_batches or max(self.least, SETTLED))
-
-    @property
-    def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of each stage, or the first of its ranks."""
-        return self.routes.rank_of_stage
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the model is cut into."""
-        return self.routes.num_stages
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes one replica has."""
-        return self.routes.num_ranks
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, in the model's order."""
-        return self.routes.stages_of(rank)
 
     def blocks(
         self,
@@ -270,13 +239,9 @@ def source_like(
     program: Program, window: Window, num_batches: int | None = None, least: int = 1
 ) -> ProgramSource:
     """A source of programs that are like this one but for their window."""
+    traits: dict[str, Any] = {one.name: getattr(program, one.name) for one in fields(ProgramTraits)}
     return ProgramSource(
-        name=program.name,
-        rule=program.rule,
-        routes=program.routes,
-        num_microbatches=program.num_microbatches,
-        banks=program.banks,
-        recomputed=program.recomputed,
+        **traits,
         num_sliced=program.num_sliced,
         splits_backward=program.splits_backward,
         window=window,

@@ -35,6 +35,29 @@ _AS_GOOD = 1.001
 
 
 @dataclass(frozen=True, slots=True)
+class Contest:
+    """What schedules are compared on: the work of stages; `network` joins the ranks of a program."""
+
+    costs: Costs
+    num_microbatches: int
+    network: Callable[[Program], Network]
+    recompute: bool = False
+    overlap_reduce: bool = True
+
+    def program(self, name: str, num_batches: int, **more: int | None) -> Program:
+        """The program of a schedule; `more` are arguments of `generate`."""
+        num_stages = self.costs.num_stages
+        shape: dict[str, Any] = {"num_stages": num_stages, "num_microbatches": self.num_microbatches, **more}
+        recomputed = range(num_stages) if self.recompute else ()
+        return generate(name, num_batches=num_batches, recompute=recomputed, **shape)
+
+    def timeline(self, program: Program, *, agree: bool = False) -> Timeline:
+        """What it takes."""
+        network = self.network(program)
+        return simulate(program, self.costs, network, overlap_reduce=self.overlap_reduce, agree=agree)
+
+
+@dataclass(frozen=True, slots=True)
 class Lookahead:
     """The least lookahead that is as good as any, and what it makes of a steady batch without any."""
 
@@ -43,37 +66,19 @@ class Lookahead:
     without_s: float
 
 
-def solve_lookahead(
-    name: str,
-    costs: Costs,
-    num_microbatches: int,
-    network: Callable[[Program], Network],
-    *,
-    recompute: bool = False,
-    overlap_reduce: bool = True,
-) -> Lookahead:
-    """The lookahead of `1f1b`, `2bw` or `2bw-fresh` for these times and links; `network` joins the ranks.
+def solve_lookahead(name: str, contest: Contest) -> Lookahead:
+    """The lookahead of `1f1b`, `2bw` or `2bw-fresh` for these times and links.
 
     Running further ahead helps as a rule but not always, so all are tried; where they are many, some all
     along and then the neighbors of the best.
     """
-    num_stages = costs.num_stages
 
     @cache
     def batch_s(lookahead: int) -> float:
-        program = generate(
-            name,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            num_batches=WINDOW,
-            lookahead=lookahead,
-            recompute=range(num_stages) if recompute else (),
-        )
-        timeline = simulate(program, costs, network(program), overlap_reduce=overlap_reduce)
-        return timeline.steady_batch_s
+        return contest.timeline(contest.program(name, WINDOW, lookahead=lookahead)).steady_batch_s
 
     find_most = schedule_named(name).most_lookahead
-    most = find_most(Shape(num_stages, num_microbatches, WINDOW)) if find_most else 0
+    most = find_most(Shape(contest.costs.num_stages, contest.num_microbatches, WINDOW)) if find_most else 0
     step = max(1, most // _MOST_TRIED)
     coarse = sorted({*range(0, most + 1, step), most})
     near = min(coarse, key=batch_s)
@@ -86,28 +91,11 @@ def solve_lookahead(
 # How many micro-batches to slice: the smallest number at which the simulated batch is fastest.
 
 
-def solve_slices(
-    costs: Costs,
-    num_microbatches: int,
-    network: Callable[[Program], Network] | None = None,
-    *,
-    recompute: bool = False,
-) -> int:
-    """The k of `1f1b-sliced` for these stage times; `network` joins a program's ranks."""
-    num_stages = costs.num_stages
-
-    def taken_s(k: int) -> float:
-        program = generate(
-            "1f1b-sliced",
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            num_sliced=k,
-            recompute=range(num_stages) if recompute else (),
-        )
-        links = None if network is None else network(program)
-        return simulate(program, costs, links).makespan_s
-
-    all_s = [taken_s(k) for k in range(min(num_stages, num_microbatches) + 1)]
+def solve_slices(contest: Contest) -> int:
+    """The k of `1f1b-sliced` for these stage times. Sums of gradients count as hidden."""
+    most = min(contest.costs.num_stages, contest.num_microbatches)
+    programs = (contest.program("1f1b-sliced", 1, num_sliced=k) for k in range(most + 1))
+    all_s = [simulate(one, contest.costs, contest.network(one)).makespan_s for one in programs]
     return next(k for k, one_s in enumerate(all_s) if one_s <= min(all_s) * (1 + 1e-9))
 
 
@@ -190,55 +178,23 @@ class ScheduleOutcome:
     advice: Lookahead | None = None
 
 
-def compare(
-    costs: Costs,
-    *,
-    num_microbatches: int,
-    num_batches: int,
-    network: Callable[[Program], Network],
-    recompute: bool = False,
-    overlap_reduce: bool = True,
-    agree: bool = False,
-) -> Iterator[ScheduleOutcome]:
-    """Each schedule in turn, on as many devices as the costs have stages; `network` joins its ranks."""
+def compare(contest: Contest, num_batches: int, *, agree: bool = False) -> Iterator[ScheduleOutcome]:
+    """Each schedule in turn, on as many devices as the costs have stages."""
     for schedule in SCHEDULES.values():
-        num_stages = costs.num_stages * schedule.stages_per_rank
-        shape = Shape(num_stages, num_microbatches, num_batches, schedule.stages_per_rank)
-        parts = spread(costs, schedule.routes(shape).rank_of_stage)
-        slices = None
-        if schedule.slices:
-            slices = solve_slices(costs, num_microbatches, network, recompute=recompute)
+        num_stages = contest.costs.num_stages * schedule.stages_per_rank
+        shape = Shape(num_stages, contest.num_microbatches, num_batches, schedule.stages_per_rank)
+        own = replace(contest, costs=spread(contest.costs, schedule.routes(shape).rank_of_stage))
+        slices = solve_slices(contest) if schedule.slices else None
         try:
-            program = generate(
-                schedule.name,
-                num_stages=parts.num_stages,
-                num_microbatches=num_microbatches,
-                num_batches=num_batches,
-                num_sliced=slices,
-                recompute=range(parts.num_stages) if recompute else (),
-            )
+            program = own.program(schedule.name, num_batches, num_sliced=slices)
         except BiremeError as error:
             yield ScheduleOutcome(schedule, refused=str(error))
             continue
-        links = network(program)
-        timeline = simulate(
-            program,
-            parts,
-            links,
-            overlap_reduce=overlap_reduce,
-            agree=agree and schedule.rule is not Rule.STASHED,
+        timeline = own.timeline(program, agree=agree and schedule.rule is not Rule.STASHED)
+        has_advice = schedule.most_lookahead is not None and own.network(program).is_overlapped
+        yield ScheduleOutcome(
+            schedule, timeline, advice=solve_lookahead(schedule.name, own) if has_advice else None
         )
-        advice = None
-        if schedule.most_lookahead is not None and links.is_overlapped:
-            advice = solve_lookahead(
-                schedule.name,
-                parts,
-                num_microbatches,
-                network,
-                recompute=recompute,
-                overlap_reduce=overlap_reduce,
-            )
-        yield ScheduleOutcome(schedule, timeline, advice=advice)
 
 
 def spread(costs: Costs, rank_of_stage: Sequence[int]) -> Costs:

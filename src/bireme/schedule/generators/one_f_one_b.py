@@ -13,6 +13,7 @@ warm-up forwards, with which all ranks are busy if stages are as wide as they ar
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 from bireme.errors import BiremeError
@@ -20,31 +21,63 @@ from bireme.schedule.generators.shape import Schedule, Shape, backward, draining
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Rule
 
+
+def _in_turns(forwards: list[Instruction], backwards: list[Instruction], ahead: int) -> list[Instruction]:
+    """The first forwards, `ahead` of them, and then a forward and a backward in turns."""
+    order = forwards[:ahead]
+    for k, step in enumerate(backwards, ahead):
+        order += forwards[k : k + 1]
+        order.append(step)
+    return order
+
+
+def alternate(
+    ahead: Callable[[Shape, int], int], shape: Shape, stage: int, num_batches: int = 1
+) -> list[Instruction]:
+    """One stage's order over the micro-batches of some batches, of which it runs `ahead` forwards ahead."""
+    places = [(k, batch) for batch in range(num_batches) for k in range(shape.num_microbatches)]
+    forwards = [forward(stage, *place) for place in places]
+    return _in_turns(forwards, [backward(stage, *place) for place in places], ahead(shape, stage))
+
+
+def forwards_ahead(shape: Shape, stage: int) -> int:
+    """How many forwards a stage runs before its first backward, as long as there are so many."""
+    behind = shape.num_stages - 1 - stage
+    further = -(-shape.lookahead * behind // max(shape.num_stages - 1, 1))
+    return shape.num_ranks_from(stage) - 1 + further
+
+
+def _a_batch_ahead(shape: Shape, _stage: int) -> int:
+    return shape.num_microbatches
+
+
+def _none_ahead(_shape: Shape, _stage: int) -> int:
+    return 0
+
+
+def within_a_batch(shape: Shape) -> int:
+    """The lookahead at which the first stage runs a whole batch ahead."""
+    return max(shape.num_microbatches - shape.num_ranks_from(0) + 1, 0) if shape.num_stages > 1 else 0
+
+
 # GPipe: all forwards of a batch, then all its backwards.
 #
 # Simple, and hungry: every stage keeps the activations of all m micro-batches.
 
-_GPIPE_PICTURE = """
-rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
-rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
-rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
-rank 3: .  .  .  F0 F1 F2 F3 B0=== B1=== B2=== B3===|.  .  .  .  .  .
-F forward   B backward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 1 batch."""
-
-
-def _gpipe_order(shape: Shape, stage: int) -> list[Instruction]:
-    microbatches = range(shape.num_microbatches)
-    return [forward(stage, k) for k in microbatches] + [backward(stage, k) for k in microbatches]
+# rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0=== B1=== B2=== B3===|
+# rank 1: .  F0 F1 F2 F3 .  .  .  .  .  .  B0=== B1=== B2=== B3===|.  .
+# rank 2: .  .  F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===|.  .  .  .
+# rank 3: .  .  .  F0 F1 F2 F3 B0=== B1=== B2=== B3===|.  .  .  .  .  .
+# F forward   B backward   . idle   | update
+#
+# 4 stages, 4 micro-batches, 1 batch.
 
 
 GPIPE = Schedule(
     name="gpipe",
     summary="all forwards, then all backwards; stashes every micro-batch",
     rule=Rule.SYNCHRONOUS,
-    picture=_GPIPE_PICTURE,
-    orders=partial(draining, _gpipe_order),
+    orders=partial(draining, partial(alternate, _a_batch_ahead)),
     widens=True,
 )
 
@@ -53,26 +86,20 @@ GPIPE = Schedule(
 #
 # The yardstick of every other schedule, and the way to run a model that is merely too large.
 
-_SEQUENTIAL_PICTURE = """
-rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
-rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
-rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
-rank 3:  . . .F0 B0= . . . . . . . . .F1 B1= . . . . . . . . .F2 B2= . . . . . . . . .F3 B3=|. . . . . .
-F forward   B backward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 1 batch."""
-
-
-def _sequential_order(shape: Shape, stage: int) -> list[Instruction]:
-    return [step for k in range(shape.num_microbatches) for step in (forward(stage, k), backward(stage, k))]
+# rank 0: F0 . . . . . . . . . B0=F1 . . . . . . . . . B1=F2 . . . . . . . . . B2=F3 . . . . . . . . . B3=|
+# rank 1:  .F0 . . . . . . B0= . . .F1 . . . . . . B1= . . .F2 . . . . . . B2= . . .F3 . . . . . . B3=|. .
+# rank 2:  . .F0 . . . B0= . . . . . .F1 . . . B1= . . . . . .F2 . . . B2= . . . . . .F3 . . . B3=|. . . .
+# rank 3:  . . .F0 B0= . . . . . . . . .F1 B1= . . . . . . . . .F2 B2= . . . . . . . . .F3 B3=|. . . . . .
+# F forward   B backward   . idle   | update
+#
+# 4 stages, 4 micro-batches, 1 batch.
 
 
 SEQUENTIAL = Schedule(
     name="sequential",
     summary="no pipelining: one micro-batch at a time",
     rule=Rule.SYNCHRONOUS,
-    picture=_SEQUENTIAL_PICTURE,
-    orders=partial(draining, _sequential_order),
+    orders=partial(draining, partial(alternate, _none_ahead)),
 )
 
 
@@ -85,14 +112,13 @@ SEQUENTIAL = Schedule(
 # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
 # 2021.
 
-_INTERLEAVED_PICTURE = """
-rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
-rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
-rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
-rank 3: .  .  .  F0 F1 F2 F3 f0 b0=== f1 b1=== f2 b2=== f3 b3=== B0=== B1=== B2=== B3===|.  .  .  .  .  .
-F forward   B backward   small letters: second stage of the rank   . idle   | update
-"""
-"""8 stages on 4 ranks, 4 micro-batches, 1 batch."""
+# rank 0: F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|
+# rank 1: .  F0 F1 F2 F3 f0 f1 f2 f3 .  .  .  b0=== .  b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .
+# rank 2: .  .  F0 F1 F2 F3 f0 f1 f2 .  b0=== f3 b1=== .  b2=== .  b3=== B0=== B1=== B2=== B3===|.  .  .  .
+# rank 3: .  .  .  F0 F1 F2 F3 f0 b0=== f1 b1=== f2 b2=== f3 b3=== B0=== B1=== B2=== B3===|.  .  .  .  .  .
+# F forward   B backward   small letters: second stage of the rank   . idle   | update
+#
+# 8 stages on 4 ranks, 4 micro-batches, 1 batch.
 
 
 def _groups(shape: Shape) -> list[range]:
@@ -111,11 +137,7 @@ def _interleaved_order(shape: Shape, rank: int) -> list[Instruction]:
     forwards = [forward(rank + p * c, k) for group in groups for c in range(v) for k in group]
     backwards = [backward(rank + p * c, k) for group in groups for c in reversed(range(v)) for k in group]
     ahead = min((v - 1) * len(groups[0]) + 2 * (p - 1 - rank), len(forwards))
-    order = forwards[:ahead]
-    for k, step in enumerate(backwards):
-        order.extend(forwards[ahead + k : ahead + k + 1])
-        order.append(step)
-    return order
+    return _in_turns(forwards, backwards, ahead)
 
 
 def _placement(shape: Shape) -> tuple[int, ...]:
@@ -126,62 +148,26 @@ INTERLEAVED = Schedule(
     name="interleaved",
     summary="1F1B with several stages per rank: a smaller bubble for more messages",
     rule=Rule.SYNCHRONOUS,
-    picture=_INTERLEAVED_PICTURE,
     orders=partial(draining, _interleaved_order),
     placement=_placement,
     stages_per_rank=2,
 )
 
 
-_ONE_F_ONE_B_PICTURE = """
-rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
-rank 1: .  F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===|.  .
-rank 2: .  .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===|.  .  .  .
-rank 3: .  .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===|.  .  .  .  .  .
-F forward   B backward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 1 batch."""
-
-
-def _forwards_ahead(shape: Shape, stage: int) -> int:
-    """How many forwards a stage runs before its first backward."""
-    behind = shape.num_stages - 1 - stage
-    further = _ceil_div(shape.lookahead * behind, max(shape.num_stages - 1, 1))
-    return shape.num_ranks_from(stage) - 1 + further
-
-
-def within_a_batch(shape: Shape) -> int:
-    """The lookahead at which the first stage runs a whole batch ahead."""
-    return max(shape.num_microbatches - shape.num_ranks_from(0) + 1, 0) if shape.num_stages > 1 else 0
-
-
-def _ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def alternate(shape: Shape, stage: int, num_microbatches: int) -> list[Instruction]:
-    """One stage's 1F1B order over a run of micro-batches that may span batches."""
-    m = shape.num_microbatches
-    ahead = min(_forwards_ahead(shape, stage), num_microbatches)
-    order = [forward(stage, k % m, k // m) for k in range(ahead)]
-    for k in range(num_microbatches):
-        if k + ahead < num_microbatches:
-            order.append(forward(stage, (k + ahead) % m, (k + ahead) // m))
-        order.append(backward(stage, k % m, k // m))
-    return order
-
-
-def _one_f_one_b_order(shape: Shape, stage: int) -> list[Instruction]:
-    return alternate(shape, stage, shape.num_microbatches)
+# rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0=== .  B1=== .  B2=== .  B3===|
+# rank 1: .  F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===|.  .
+# rank 2: .  .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===|.  .  .  .
+# rank 3: .  .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===|.  .  .  .  .  .
+# F forward   B backward   . idle   | update
+#
+# 4 stages, 4 micro-batches, 1 batch.
 
 
 ONE_F_ONE_B = Schedule(
     name="1f1b",
     summary="PipeDream-Flush: one forward, one backward; drains before each update",
     rule=Rule.SYNCHRONOUS,
-    picture=_ONE_F_ONE_B_PICTURE,
-    orders=partial(draining, _one_f_one_b_order),
+    orders=partial(draining, partial(alternate, forwards_ahead)),
     most_lookahead=within_a_batch,
     widens=True,
 )
@@ -197,20 +183,19 @@ ONE_F_ONE_B = Schedule(
 # Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partitioning and Micro-batch
 # Slicing", CLUSTER 2022; which messages to aggregate is our derivation.
 
-_SLICED_PICTURE = """
-rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
-rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
-rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
-rank 3:  . . .0a0b B0===== F1= B1===== F2= B2===== F3= B3=====|. . . . . . . . . . . .
-F forward   B backward   0a 0b halves of a forward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, two of them sliced, 1 batch."""
+# rank 0: 0a0b1a1b F2= F3= . . . . . . . . . B0===== . . B1===== . . B2===== . . B3=====|
+# rank 1:  .0a0b1a1b . F2= . . . . . B0===== F3= B1===== . . B2===== . . B3=====|. . . .
+# rank 2:  . .0a0b1a1b . . . B0===== F2= B1===== F3= B2===== . . B3=====|. . . . . . . .
+# rank 3:  . . .0a0b B0===== F1= B1===== F2= B2===== F3= B3=====|. . . . . . . . . . . .
+# F forward   B backward   0a 0b halves of a forward   . idle   | update
+#
+# 4 stages, 4 micro-batches, two of them sliced, 1 batch.
 
 
 def _sliced_order(shape: Shape, stage: int) -> list[Instruction]:
     num_sliced = min(shape.num_sliced, shape.num_stages - stage)
     order: list[Instruction] = []
-    for step in alternate(shape, stage, shape.num_microbatches):
+    for step in alternate(forwards_ahead, shape, stage):
         k = step.microbatch
         if step.kind is Kind.FORWARD and k is not None and k < num_sliced:
             order.extend(forward(stage, k, half=half) for half in (0, 1))
@@ -232,7 +217,6 @@ SLICED = Schedule(
     name="1f1b-sliced",
     summary="AutoPipe's 1F1B: slices the first micro-batches, which halves the start-up",
     rule=Rule.SYNCHRONOUS,
-    picture=_SLICED_PICTURE,
     orders=partial(draining, _sliced_order),
     check=_check,
     slices=True,

@@ -90,8 +90,7 @@ class Schedule:
     """A schedule's name and how to make its order.
 
     `orders` gives each rank's forwards and backwards over the whole window, batches counted from 0.
-    `check` raises where the schedule is not legal for a shape. `picture` shows it for four ranks, as drawn
-    by `ascii_picture`.
+    `check` raises where the schedule is not legal for a shape.
 
     A schedule that has one stage on each rank can have several neighbors there: these run one after the
     other as the one stage would, of which they are parts. The functions are then asked for a stage on each
@@ -105,7 +104,6 @@ class Schedule:
     name: str
     summary: str
     rule: Rule
-    picture: str
     orders: Callable[[Shape], Orders]
     placement: Callable[[Shape], tuple[int, ...]] = _one_each
     check: Callable[[Shape], None] = _anything

@@ -9,30 +9,28 @@ Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
 """
 
 from bireme.errors import BiremeError
-from bireme.schedule.generators.one_f_one_b import alternate, within_a_batch
+from bireme.schedule.generators.one_f_one_b import alternate, forwards_ahead, within_a_batch
 from bireme.schedule.generators.shape import Schedule, Shape
 from bireme.schedule.program import Rule
 from bireme.schedule.weave import Orders
 
-_TWO_BUFFER_PICTURE = """
-rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0===== F4  B1===== F5  B2===== F6  B3===== F7  B4=
-rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1===== F4  B2===== F5  B3===== F6  B4===== F7
-rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2===== F4  B3===== F5  B4===== F6  B5=====
-rank 3: .   .   .   F0  B0===== F1  B1===== F2  B2===== F3  B3===== F4  B4===== F5  B5===== F6  B6=
-
-rank 0:====|F8  B5===== F9  B6===== F10 B7===== F11 B8===== .   B9===== .   B10==== .   B11====|
-rank 1: B5=====|F8  B6===== F9  B7===== F10 B8===== F11 B9===== .   B10==== .   B11====|.   .
-rank 2: F7  B6=====|F8  B7===== F9  B8===== F10 B9===== F11 B10==== .   B11====|.   .   .   .
-rank 3:==== F7  B7=====|F8  B8===== F9  B9===== F10 B10==== F11 B11====|.   .   .   .   .   .
-F forward   B backward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 3 batches."""
+# rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0===== F4  B1===== F5  B2===== F6  B3===== F7  B4=
+# rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1===== F4  B2===== F5  B3===== F6  B4===== F7
+# rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2===== F4  B3===== F5  B4===== F6  B5=====
+# rank 3: .   .   .   F0  B0===== F1  B1===== F2  B2===== F3  B3===== F4  B4===== F5  B5===== F6  B6=
+#
+# rank 0:====|F8  B5===== F9  B6===== F10 B7===== F11 B8===== .   B9===== .   B10==== .   B11====|
+# rank 1: B5=====|F8  B6===== F9  B7===== F10 B8===== F11 B9===== .   B10==== .   B11====|.   .
+# rank 2: F7  B6=====|F8  B7===== F9  B8===== F10 B9===== F11 B10==== .   B11====|.   .   .   .
+# rank 3:==== F7  B7=====|F8  B8===== F9  B9===== F10 B10==== F11 B11====|.   .   .   .   .   .
+# F forward   B backward   . idle   | update
+#
+# 4 stages, 4 micro-batches, 3 batches.
 
 
 def never_drain(shape: Shape) -> Orders:
     """1F1B over all micro-batches of the window as if they were one batch."""
-    num_microbatches = shape.num_batches * shape.num_microbatches
-    return [alternate(shape, stage, num_microbatches) for stage in range(shape.num_stages)]
+    return [alternate(forwards_ahead, shape, stage, shape.num_batches) for stage in range(shape.num_stages)]
 
 
 def _refuse_short_batches(shape: Shape) -> None:
@@ -50,7 +48,6 @@ TWO_BUFFER = Schedule(
     name="2bw",
     summary="PipeDream-2BW: no drain, two weight versions, each update one batch late",
     rule=Rule.DELAYED,
-    picture=_TWO_BUFFER_PICTURE,
     orders=never_drain,
     check=_refuse_short_batches,
     most_lookahead=within_a_batch,
@@ -66,19 +63,18 @@ TWO_BUFFER = Schedule(
 # instead of one whole batch, only the (d−1−s)/m of a batch that is still under way is missing. A lookahead
 # (see 1F1B) hides slow links but leaves as many more micro-batches unseen.
 
-_FRESH_PICTURE = """
-rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0====='F4  B1===== F5  B2===== F6  B3===== F7  B4=
-rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1====='F4  B2===== F5  B3===== F6  B4===== F7
-rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2====='F4  B3===== F5  B4===== F6  B5=====
-rank 3: .   .   .   F0  B0===== F1  B1===== F2  B2===== F3  B3====='F4  B4===== F5  B5===== F6  B6=
-
-rank 0:====!F8  B5===== F9  B6===== F10 B7===== F11 B8===== .   B9===== .   B10==== .   B11====|
-rank 1: B5=====!F8  B6===== F9  B7===== F10 B8===== F11 B9===== .   B10==== .   B11====|.   .
-rank 2: F7  B6=====!F8  B7===== F9  B8===== F10 B9===== F11 B10==== .   B11====|.   .   .   .
-rank 3:==== F7  B7=====!F8  B8===== F9  B9===== F10 B10==== F11 B11====|.   .   .   .   .   .
-F forward   B backward   . idle   | update   ' trial step   ! update and trial step
-"""
-"""4 stages, 4 micro-batches, 3 batches."""
+# rank 0: F0  F1  F2  F3  .   .   .   .   .   .   B0====='F4  B1===== F5  B2===== F6  B3===== F7  B4=
+# rank 1: .   F0  F1  F2  .   .   .   .   B0===== F3  B1====='F4  B2===== F5  B3===== F6  B4===== F7
+# rank 2: .   .   F0  F1  .   .   B0===== F2  B1===== F3  B2====='F4  B3===== F5  B4===== F6  B5=====
+# rank 3: .   .   .   F0  B0===== F1  B1===== F2  B2===== F3  B3====='F4  B4===== F5  B5===== F6  B6=
+#
+# rank 0:====!F8  B5===== F9  B6===== F10 B7===== F11 B8===== .   B9===== .   B10==== .   B11====|
+# rank 1: B5=====!F8  B6===== F9  B7===== F10 B8===== F11 B9===== .   B10==== .   B11====|.   .
+# rank 2: F7  B6=====!F8  B7===== F9  B8===== F10 B9===== F11 B10==== .   B11====|.   .   .   .
+# rank 3:==== F7  B7=====!F8  B8===== F9  B9===== F10 B10==== F11 B11====|.   .   .   .   .   .
+# F forward   B backward   . idle   | update   ' trial step   ! update and trial step
+#
+# 4 stages, 4 micro-batches, 3 batches.
 
 
 def _with_one_seen(shape: Shape) -> int:
@@ -90,7 +86,6 @@ TWO_BUFFER_FRESH = Schedule(
     name="2bw-fresh",
     summary="2BW, but each batch runs on a trial step from the gradients so far",
     rule=Rule.FRESH,
-    picture=_FRESH_PICTURE,
     orders=never_drain,
     check=_refuse_short_batches,
     most_lookahead=_with_one_seen,
@@ -105,19 +100,17 @@ TWO_BUFFER_FRESH = Schedule(
 #
 # Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019.
 
-_PIPEDREAM_PICTURE = """
-rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0===|F4 B1===|F5 B2===|F6 B3===|F7 B4=== .  B5=== .  B6=== .  B7===|
-rank 1: .  F0 F1 F2 .  .  .  .  B0===|F3 B1===|F4 B2===|F5 B3===|F6 B4===|F7 B5=== .  B6=== .  B7===|.  .
-rank 2: .  .  F0 F1 .  .  B0===|F2 B1===|F3 B2===|F4 B3===|F5 B4===|F6 B5===|F7 B6=== .  B7===|.  .  .  .
-rank 3: .  .  .  F0 B0===|F1 B1===|F2 B2===|F3 B3===|F4 B4===|F5 B5===|F6 B6===|F7 B7===|.  .  .  .  .  .
-F forward   B backward   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 2 batches."""
+# rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0===|F4 B1===|F5 B2===|F6 B3===|F7 B4=== .  B5=== .  B6=== .  B7===|
+# rank 1: .  F0 F1 F2 .  .  .  .  B0===|F3 B1===|F4 B2===|F5 B3===|F6 B4===|F7 B5=== .  B6=== .  B7===|.  .
+# rank 2: .  .  F0 F1 .  .  B0===|F2 B1===|F3 B2===|F4 B3===|F5 B4===|F6 B5===|F7 B6=== .  B7===|.  .  .  .
+# rank 3: .  .  .  F0 B0===|F1 B1===|F2 B2===|F3 B3===|F4 B4===|F5 B5===|F6 B6===|F7 B7===|.  .  .  .  .  .
+# F forward   B backward   . idle   | update
+#
+# 4 stages, 4 micro-batches, 2 batches.
 
 PIPEDREAM = Schedule(
     name="pipedream",
     summary="weight stashing: updates after every micro-batch, up to one version per stage",
     rule=Rule.STASHED,
-    picture=_PIPEDREAM_PICTURE,
     orders=never_drain,
 )

@@ -22,15 +22,14 @@ from bireme.schedule.program import Rule
 #
 # Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024.
 
-_ZBV_PICTURE = """
-rank 0: F0 F1 F2 F3 .  .  .  f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3|.  .
-rank 1: .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 i3 I1 W0 I2 W1 I3 W2 w3 W3|.  .
-rank 2: .  .  F0 F1 F2 f0 F3 f1 .  f2 i0 w0 f3 i1 w1 I0 i2 I1 .  i3 I2 W0 I3 W1 w2 W2 w3 W3|.
-rank 3: .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 I0 i1 I1 .  i2 I2 .  i3 I3 W0 w1 W1 w2 W2 w3 W3|
-F forward   I backward for the inputs   W backward for the weights   small letters: second stage of the rank
-. idle   | update
-"""
-"""8 stages on 4 ranks, 4 micro-batches, 1 batch."""
+# rank 0: F0 F1 F2 F3 .  .  .  f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3|.  .
+# rank 1: .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 i3 I1 W0 I2 W1 I3 W2 w3 W3|.  .
+# rank 2: .  .  F0 F1 F2 f0 F3 f1 .  f2 i0 w0 f3 i1 w1 I0 i2 I1 .  i3 I2 W0 I3 W1 w2 W2 w3 W3|.
+# rank 3: .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 I0 i1 I1 .  i2 I2 .  i3 I3 W0 w1 W1 w2 W2 w3 W3|
+# F forward   I backward for the inputs   W backward for the weights   small letters: second stage of the rank
+# . idle   | update
+#
+# 8 stages on 4 ranks, 4 micro-batches, 1 batch.
 
 _FORWARD, _INPUT, _WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
@@ -102,7 +101,6 @@ ZERO_BUBBLE_V = Schedule(
     name="zbv",
     summary="zero-bubble V: two stages per rank, first and last on rank 0, no bubble at f = i = w",
     rule=Rule.SYNCHRONOUS,
-    picture=_ZBV_PICTURE,
     orders=partial(draining, _zbv_order),
     splits_backward=True,
     placement=_placement,
@@ -111,14 +109,13 @@ ZERO_BUBBLE_V = Schedule(
 )
 
 
-_ZB_H1_PICTURE = """
-rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3|
-rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3|
-rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3|
-rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3|
-F forward   I backward for the inputs   W backward for the weights   . idle   | update
-"""
-"""4 stages, 4 micro-batches, 1 batch."""
+# rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3|
+# rank 1: .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3|
+# rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3|
+# rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3|
+# F forward   I backward for the inputs   W backward for the weights   . idle   | update
+#
+# 4 stages, 4 micro-batches, 1 batch.
 
 
 def _zb_h1_order(shape: Shape, stage: int) -> list[Instruction]:
@@ -139,7 +136,6 @@ ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     summary="zero-bubble H1: split backward fills two thirds of 1F1B's bubble",
     rule=Rule.SYNCHRONOUS,
-    picture=_ZB_H1_PICTURE,
     orders=partial(draining, _zb_h1_order),
     splits_backward=True,
 )
