@@ -33,7 +33,7 @@ from benchmarks.common.verdicts import Verdict, at_least
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
@@ -117,8 +117,8 @@ def crossing(
 ) -> dict[str, Tensor]:
     """What crosses the boundary before unit `cut`: activations forward, their gradients back."""
     units = units_of(graph)
-    first = stage_function(graph, units[:cut])
-    rest = stage_function(graph, units[cut:], outputs=("loss",))
+    first = StageFunction(graph, units[:cut])
+    rest = StageFunction(graph, units[cut:], outputs=("loss",))
     with torch.no_grad():
         sent = first(weights, buffers, batch)
     learned = {name: sent[name].requires_grad_(sent[name].is_floating_point()) for name in first.sends}

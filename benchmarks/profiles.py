@@ -29,7 +29,7 @@ from bireme.cluster.catalogue import device_named
 from bireme.model.capture import capture
 from bireme.model.graph import Graph, learned_values
 from bireme.model.sources import load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.profile.estimate import Seconds
 from bireme.profile.profile import Profile
@@ -71,7 +71,7 @@ def graph_of(text: str, batch: int) -> Graph:
 
 
 def bench_of(graph: Graph, ends: tuple[int, int], batch: int) -> Workbench:
-    function = stage_function(graph, units_of(graph)[slice(*ends)])
+    function = StageFunction(graph, units_of(graph)[slice(*ends)])
     device = torch.device("cpu")
     return Workbench(graph, function, learned=learned_values(graph), batch=batch, device=device)
 

@@ -28,7 +28,7 @@ from benchmarks.engine_bench.effort import BenchEffort
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import Unit, units_of
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
@@ -70,7 +70,7 @@ class _SmallGpt:
 
     def function(self, first: int, end: int) -> StageFunction:
         """The function of some of its units."""
-        return stage_function(self.graph, self.units[first:end], outputs=("loss",))
+        return StageFunction(self.graph, self.units[first:end], outputs=("loss",))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.on_gpu.models import Gpt, Weights
 from bireme.devices import Backend, synchronize
 from bireme.model.graph import Graph
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.runtime.fabric import DistFabric
@@ -123,7 +123,7 @@ class _Stage(nn.Module):
 
     def __init__(self, graph: Graph, first: int, end: int, device: torch.device) -> None:
         super().__init__()
-        self.function: StageFunction = stage_function(graph, units_of(graph)[first:end], outputs=("loss",))
+        self.function: StageFunction = StageFunction(graph, units_of(graph)[first:end], outputs=("loss",))
         weights, self.device = Weights(graph, device), device
         self.held = nn.ParameterList(weights(self.function.parameters).values())
         self.tables = weights(self.function.buffers)

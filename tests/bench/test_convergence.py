@@ -15,7 +15,7 @@ from benchmarks.delay_study.simulation import Pipelining, Simulation, stage_of_p
 from bireme.codec import through
 from bireme.errors import BiremeError
 from bireme.model.gpt import GPT, GPTConfig
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.runtime.settings import named_optimizer
 from bireme.runtime.stepper import OptimizerFactory
 from bireme.schedule.catalogue import generate
@@ -75,7 +75,7 @@ def judged(rule: Rule, optimizer: str, pipelining: Pipelining) -> list[Update]:
     model = gpt("layers=2,tied=false")
     d, m = pipelining.num_stages, pipelining.num_microbatches
     stages = [
-        stage_function(
+        StageFunction(
             model.graph,
             [unit for unit in model.units if stage_of_parameter(unit.parameters[0], NUM_LAYERS, d) == stage],
         )
@@ -360,7 +360,7 @@ def test_codecs_lie_between_the_stages_of_the_simulation(num_stages: int) -> Non
             for unit in graph.units
             if stage_of_parameter(unit.parameters[0], NUM_LAYERS, num_stages) == stage
         ]
-        function = stage_function(graph.graph, own)
+        function = StageFunction(graph.graph, own)
         received = {name: through(codecs, values[name]) for name in function.receives}
         values |= function(leaves, {}, {**values, **received})
     torch.autograd.backward([values["loss"]])

@@ -12,7 +12,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, capture
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from tests.support.extent import draws
 from tests.support.together import run_threads
@@ -74,7 +74,7 @@ def test_training_and_evaluation_are_different_graphs_and_the_model_stays_as_it_
 
     def loss(graph: Graph) -> torch.Tensor:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        return stage_function(graph, units_of(graph))(parameters, buffers, example())["loss"]
+        return StageFunction(graph, units_of(graph))(parameters, buffers, example())["loss"]
 
     torch.manual_seed(1)
     assert torch.equal(loss(evaluation), loss(evaluation))
@@ -100,7 +100,7 @@ def test_a_frozen_parameter_gets_no_gradient_in_stages_either() -> None:
     units = units_of(graph)
     assert len(units) == 3
     for unit in units:
-        stage = stage_function(graph, [unit])
+        stage = StageFunction(graph, [unit])
         flowing |= stage(dict(model.named_parameters()), dict(model.named_buffers()), flowing)
     torch.autograd.backward(flowing["loss"])
     assert model.frozen.weight.grad is None
@@ -111,7 +111,7 @@ def test_one_sample_is_enough_for_a_graph_of_any_batch_size() -> None:
     graph = capture(Small(), example(1))
     assert graph.any_batch
     model = Small()
-    stage = stage_function(graph, units_of(graph))
+    stage = StageFunction(graph, units_of(graph))
     for rows in (1, 2, 7):
         out = stage(dict(model.named_parameters()), dict(model.named_buffers()), example(rows))
         assert out["scores"].shape == (rows, 3)
@@ -128,7 +128,7 @@ def test_a_loss_of_one_s_own_is_part_of_the_graph() -> None:
 
     graph = capture(model, (x,), loss=loss)
     assert [output.name for output in graph.outputs] == ["loss", "output"]
-    found = stage_function(graph, units_of(graph))(
+    found = StageFunction(graph, units_of(graph))(
         dict(model.named_parameters()), {}, {graph.inputs[0].name: x}
     )
     assert torch.equal(found["loss"], (model(x) - x.sum()).square().mean())
@@ -156,7 +156,7 @@ def test_torch_s_transformers_are_captured_with_a_causal_mask_and_without_its_fl
     graph = capture(model, inputs)
     assert graph.any_batch
     parameters = dict(model.named_parameters())
-    found = stage_function(graph, units_of(graph))(parameters, dict(model.named_buffers()), inputs)
+    found = StageFunction(graph, units_of(graph))(parameters, dict(model.named_buffers()), inputs)
     assert torch.allclose(found["loss"], model(**inputs), rtol=1e-12)
 
 
@@ -180,7 +180,7 @@ def test_a_stage_that_gets_the_batch_in_another_axis_still_knows_its_size() -> N
     x = torch.randn(3, 5, 4)
     flowing = {"x": x}
     for unit in units_of(graph):
-        flowing |= stage_function(graph, [unit])(dict(model.named_parameters()), {}, flowing)
+        flowing |= StageFunction(graph, [unit])(dict(model.named_parameters()), {}, flowing)
     assert torch.equal(flowing["loss"], model(x))
 
 
@@ -199,7 +199,7 @@ class Masked(nn.Module):
 def test_a_result_that_depends_on_no_parameter_is_made_in_the_last_unit(layer: nn.Module) -> None:
     model, x = Masked(layer), torch.randn(2, 4)
     graph = capture(model, {"x": x})
-    found = stage_function(graph, units_of(graph)[-1:])(dict(model.named_parameters()), {}, {"x": x})
+    found = StageFunction(graph, units_of(graph)[-1:])(dict(model.named_parameters()), {}, {"x": x})
     assert torch.equal(found["mask"], x > 0)
     assert torch.equal(found["result"], layer(x))
 
@@ -303,6 +303,6 @@ def test_what_is_written_through_a_view_is_not_made_again_empty() -> None:
     parameters = dict(model.named_parameters())
     flowing = dict(inputs)
     for unit in units_of(graph):
-        flowing |= stage_function(graph, [unit])(parameters, {}, flowing)
+        flowing |= StageFunction(graph, [unit])(parameters, {}, flowing)
     assert len(units_of(graph)) > 1
     assert torch.equal(flowing["loss"], model(**inputs)["loss"])

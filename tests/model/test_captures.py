@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Captures, capture, resized
 from bireme.model.chain import chain
 from bireme.model.graph import Graph
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_specializes_is_captured_once_for_each_batch_size() -> None
     captures = Captures(model, rows(3), front_end=counted)
     for batch in (2, 5, 2, 1, 5):
         graph = captures.graph(batch)
-        stage = stage_function(graph, units_of(graph))
+        stage = StageFunction(graph, units_of(graph))
         inputs = rows(batch)
         assert torch.equal(stage(dict(model.named_parameters()), {}, inputs)["loss"], model(**inputs))
     assert counted.sizes == [2, 5, 1]

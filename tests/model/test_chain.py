@@ -14,7 +14,7 @@ from bireme.model.capture import Inputs, capture
 from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 
 BATCH = 6
@@ -113,7 +113,7 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def whole(graph: Graph, modules: Any, loss: Any = None) -> StageFunction:
-    return stage_function(graph, units_of(graph), resolve=chain_resolver(graph, modules, loss=loss))
+    return StageFunction(graph, units_of(graph), resolve=chain_resolver(graph, modules, loss=loss))
 
 
 def stages(graph: Graph, modules: nn.Sequential, count: int, loss: Any) -> list[StageFunction]:
@@ -121,7 +121,7 @@ def stages(graph: Graph, modules: nn.Sequential, count: int, loss: Any) -> list[
     count = min(count, len(units))
     bounds = [len(units) * stage // count for stage in range(count + 1)]
     resolve = chain_resolver(graph, modules, loss=loss)
-    return [stage_function(graph, units[begin:end], resolve=resolve) for begin, end in pairwise(bounds)]
+    return [StageFunction(graph, units[begin:end], resolve=resolve) for begin, end in pairwise(bounds)]
 
 
 def run(functions: Sequence[StageFunction], parameters: Any, buffers: Any, inputs: Any) -> dict[str, Tensor]:
@@ -261,7 +261,7 @@ def test_a_chain_without_its_modules_asks_for_them(tmp_path: Path) -> None:
     loaded = load_graph(tmp_path / "graph.json")
     for unit in units_of(loaded):
         with pytest.raises(BiremeError, match=r"Give the modules and the loss.*chain_resolver"):
-            stage_function(loaded, [unit])
+            StageFunction(loaded, [unit])
     with pytest.raises(BiremeError, match="Give the loss"):
         whole(loaded, plain())
 

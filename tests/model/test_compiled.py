@@ -23,7 +23,7 @@ from bireme.model.chain import chain, chain_resolver
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.graph import Graph
 from bireme.model.halves import backward_input
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.torch_private import cpp_compiler
 from bireme.model.units import units_of
 from tests.model.test_chain import example, picky, squared_error
@@ -73,7 +73,7 @@ def ids(batch: int) -> dict[str, Tensor]:
 def two_stages(graph: Graph, *, compiled: bool) -> list[StageFunction]:
     units = units_of(graph)
     bounds = [0, len(units) // 2, len(units)]
-    return [stage_function(graph, units[begin:end], compile=compiled) for begin, end in pairwise(bounds)]
+    return [StageFunction(graph, units[begin:end], compile=compiled) for begin, end in pairwise(bounds)]
 
 
 def loss_of(stages: list[StageFunction], parameters: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
@@ -163,7 +163,7 @@ def test_the_code_that_is_generated_gives_the_same_numbers(monkeypatch: pytest.M
     model, x = Bent().double(), torch.randn(3, 4, dtype=torch.float64)
     graph = capture(model, {"x": x})
     parameters = dict(model.named_parameters())
-    compiled, plain = (stage_function(graph, units_of(graph), compile=flag) for flag in (True, False))
+    compiled, plain = (StageFunction(graph, units_of(graph), compile=flag) for flag in (True, False))
     with nullcontext() if TRY_ALL else torch.no_grad():  # each direction is a call of the compiler
         found, expected = (run(parameters, {}, {"x": x})["loss"] for run in (compiled, plain))
     assert close(found, expected)
@@ -176,7 +176,7 @@ def test_the_code_that_is_generated_gives_the_same_numbers(monkeypatch: pytest.M
 def test_a_compiled_stage_still_drops_out() -> None:
     model, x = Dropping().double(), torch.randn(3, 4, dtype=torch.float64)
     graph = capture(model, {"x": x})
-    stage = stage_function(graph, units_of(graph), compile=True)
+    stage = StageFunction(graph, units_of(graph), compile=True)
     losses = {stage(dict(model.named_parameters()), {}, {"x": x})["loss"].item() for _ in range(2)}
     assert len(losses) == 2
 
@@ -188,7 +188,7 @@ def test_a_chain_is_compiled_around_what_looks_at_numbers() -> None:
     x, y = example()
     graph = chain(model, (x, y), loss=squared_error, training=False)
     resolve = chain_resolver(graph, model, loss=squared_error)
-    first = stage_function(graph, units_of(graph)[:2], resolve=resolve, compile=True)
+    first = StageFunction(graph, units_of(graph)[:2], resolve=resolve, compile=True)
     (sent,) = first.sends
     found = first(dict(model.named_parameters()), {}, {"0": x})[sent]
     assert close(found, model.eval()[:2](x))
@@ -198,7 +198,7 @@ def bent_loss() -> Tensor:
     """Of a compiled stage."""
     model, x = Bent().double(), torch.ones(3, 4, dtype=torch.float64)
     graph = capture(model, {"x": x})
-    loss: Tensor = stage_function(graph, units_of(graph), compile=True)(
+    loss: Tensor = StageFunction(graph, units_of(graph), compile=True)(
         dict(model.named_parameters()), {}, {"x": x}
     )["loss"]
     return loss

@@ -18,7 +18,7 @@ import torch
 
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.torch_private import as_in_capture
 from bireme.model.units import Unit, units_of
 from tests.support.extent import TRY_ALL
@@ -152,7 +152,7 @@ def in_stages(
     flowing = dict(inputs)
     torch.manual_seed(7)
     for begin, end in pairwise(bounds):
-        flowing |= stage_function(graph, units[begin:end])(parameters, buffers, flowing)
+        flowing |= StageFunction(graph, units[begin:end])(parameters, buffers, flowing)
     return flowing["loss"]
 
 

@@ -22,7 +22,7 @@ from bireme.model.fused_operator import linear_cross_entropy
 from bireme.model.graph import Graph, learned_values
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
 from bireme.model.halves import backward_input
-from bireme.model.stage import SegmentedFunction, StageFunction, stage_function
+from bireme.model.stage import SegmentedFunction, StageFunction
 from bireme.model.units import units_of
 from bireme.profile.estimate import estimate_unit
 from bireme.profile.profiler import profile
@@ -123,7 +123,7 @@ def trained(
 
 
 def whole(graph: Graph) -> StageFunction:
-    return stage_function(graph, units_of(graph), outputs=("loss",))
+    return StageFunction(graph, units_of(graph), outputs=("loss",))
 
 
 @pytest.mark.parametrize("batch", [1, FEW, MANY])
@@ -296,7 +296,7 @@ def test_a_recomputed_head_makes_its_gradients_once(batch: int) -> None:
 def test_the_gradient_of_the_weight_waits_for_the_second_half_of_a_backward() -> None:
     model, _, one = both(Tail())
     last = units_of(one)[-1]
-    function = stage_function(one, [last], outputs=("loss",))
+    function = StageFunction(one, [last], outputs=("loss",))
     own = {name: parameter for name, parameter in model.named_parameters() if name in function.parameters}
     for batch in (FEW, MANY):
         generator = torch.Generator().manual_seed(batch)
@@ -314,7 +314,7 @@ def test_the_gradient_of_the_weight_waits_for_the_second_half_of_a_backward() ->
 def test_a_compiled_stage_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model, _, one = both(Tail())
-    function = stage_function(one, units_of(one), outputs=("loss",), compile=True)
+    function = StageFunction(one, units_of(one), outputs=("loss",), compile=True)
     for batch in (FEW, MANY):
         torch.testing.assert_close(trained(model, function, batch), trained(model, whole(one), batch))
     torch.compiler.reset()

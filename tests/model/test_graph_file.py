@@ -19,7 +19,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Argument, Graph, ModelState, Operator, Output, Reference, Token, Value
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 
 
@@ -72,7 +72,7 @@ def test_a_loaded_graph_is_the_saved_one_and_runs_as_it(tmp_path: Path, training
     for one in (graph, loaded):
         torch.manual_seed(7)
         buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-        function = stage_function(one, units_of(one))
+        function = StageFunction(one, units_of(one))
         results.append(function(dict(model.named_parameters()), buffers, {"ids": ids})["loss"])
     assert torch.equal(results[0], results[1])
 

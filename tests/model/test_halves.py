@@ -14,7 +14,7 @@ from torch.nn import functional
 from bireme.model.capture import capture
 from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.halves import Rest, backward_input
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.torch_private import DispatchMode
 from bireme.model.units import units_of
 from tests.support.graphs import captured_once
@@ -245,7 +245,7 @@ def test_stages_of_a_gpt_run_backward_in_halves(count: int) -> None:
     graph = captured_once("a gpt to run backward in halves", lambda: capture(model, inputs), is_kept=True)
     units = units_of(graph)
     bounds = [round(stage * len(units) / count) for stage in range(count + 1)]
-    stages = [stage_function(graph, units[begin:end]) for begin, end in pairwise(bounds)]
+    stages = [StageFunction(graph, units[begin:end]) for begin, end in pairwise(bounds)]
 
     sent: dict[str, Tensor] = {}
     ran = []

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.halves import GradientHook, feeding
-from bireme.model.stage import stage_function, torch_operator
+from bireme.model.stage import StageFunction, torch_operator
 from bireme.model.units import chosen_maps, linear_maps, units_of
 from tests.support.small_models import gpt
 
@@ -63,7 +63,7 @@ def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None
     results = []
     for resolve in (torch_operator, feeding(torch_operator, maps, gradient_hook)):
         own = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-        loss = stage_function(graph, units_of(graph), resolve=resolve)(own, {}, inputs)["loss"]
+        loss = StageFunction(graph, units_of(graph), resolve=resolve)(own, {}, inputs)["loss"]
         loss.backward()  # type: ignore[no-untyped-call]
         results.append((loss.detach(), own))
     (wanted, plain), (loss, fed) = results

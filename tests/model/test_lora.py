@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.model.capture import Captures, capture
 from bireme.model.part import LoraPart, TrainedPart
 from bireme.model.sources import ModelSource, load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.train.model import RunModel
 from bireme.train.run_file import load_run_file
@@ -74,7 +74,7 @@ def test_a_run_begins_as_the_model_in_the_folder_whichever_rank_makes_the_adapte
     transformers: Any = pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
     inputs = model.source.example_inputs
-    whole = stage_function(graph, units_of(graph), outputs=("logits",))
+    whole = StageFunction(graph, units_of(graph), outputs=("logits",))
     with torch.no_grad():
         logits: Tensor = whole(weights, weights, inputs)["logits"]
         torch.testing.assert_close(logits, base(**inputs).logits)
@@ -137,7 +137,7 @@ def test_an_adapter_of_dora_and_rslora_is_the_same_in_peft_and_merged(llama: Pat
     draws = torch.Generator().manual_seed(0)
     for name in sorted(learned):
         weights[name] += 0.2 * torch.randn(weights[name].shape, generator=draws)
-    whole = stage_function(graph, units_of(graph), outputs=("logits",))
+    whole = StageFunction(graph, units_of(graph), outputs=("logits",))
     ids = model.source.example_inputs["input_ids"]
     trained = whole(weights, weights, model.source.example_inputs)["logits"]
 

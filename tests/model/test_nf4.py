@@ -22,7 +22,7 @@ from bireme.model.nf4 import BITS, BLOCK, GROUP, NF4_LINEAR, NF4_WEIGHT, nf4_byt
 from bireme.model.nf4_operator import LEVELS, STEPS, nf4_linear, packed, unpacked
 from bireme.model.part import LoraPart, TrainedPart
 from bireme.model.sources import load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.model.weights import load_weights, materialize, packing
 from tests.support.extent import examples
@@ -230,7 +230,7 @@ def losses_of(
     """Train with float32 masters, and give the losses and all weights. A token follows from the one before;
     a part of them is `noise`.
     """
-    function = stage_function(graph, units_of(graph), outputs=("loss",))
+    function = StageFunction(graph, units_of(graph), outputs=("loss",))
     masters = {
         state.name: weights[state.name].float().clone() for state in graph.parameters if state.trainable
     }
@@ -299,7 +299,7 @@ def test_dora_begins_as_the_model_and_has_its_weights_unpacked_for_their_lengths
     given = dict(adapter.weights(small, base, 0)([*weights]))
     losses = []
     for one in (small, with_nf4(plain)):
-        function = stage_function(one, units_of(one), outputs=("loss",))
+        function = StageFunction(one, units_of(one), outputs=("loss",))
         states = {state.name: getattr(torch, state.dtype) for state in (*one.parameters, *one.buffers)}
         own = {name: given[name].to(dtype) for name, dtype in states.items()}
         losses.append(function(own, own, inputs)["loss"].item())

@@ -19,7 +19,7 @@ from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph, learned_values
 from bireme.model.halves import backward_input
 from bireme.model.sources import load_source
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
@@ -104,7 +104,7 @@ def ranges(graph: Graph) -> Iterable[tuple[int, int]]:
 
 @cache
 def function_of(name: str, begin: int, end: int) -> StageFunction:
-    return stage_function(graph_of(name), units_of(graph_of(name))[begin:end])
+    return StageFunction(graph_of(name), units_of(graph_of(name))[begin:end])
 
 
 def bench_of(graph: Graph, function: StageFunction, size: int) -> Workbench:
@@ -192,7 +192,7 @@ def test_a_stage_of_a_chain_keeps_what_autograd_keeps_of_it() -> None:
     resolve = chain_resolver(graph, modules, loss=loss)
     found = profile(graph, device_named("laptop"), SIZES, resolve=resolve)
     for begin, end in ranges(graph):
-        function = stage_function(graph, units_of(graph)[begin:end], resolve=resolve)
+        function = StageFunction(graph, units_of(graph)[begin:end], resolve=resolve)
         expected = saved_bytes(graph, function, 5)
         assert stage_cost(found, begin, end, 5).saved_bytes == expected, (begin, end)
 
@@ -250,7 +250,7 @@ def test_the_stages_of_transformers_models_keep_and_take_what_is_predicted(name:
     }
     found = profile(graph, device_named("laptop"), SIZES)
     for begin, end in stages:
-        function = stage_function(graph, units_of(graph)[begin:end])
+        function = StageFunction(graph, units_of(graph)[begin:end])
         for size in SIZES:
             expected = saved_bytes(graph, function, size)
             assert stage_cost(found, begin, end, size).saved_bytes == expected, (begin, end)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from bireme.errors import BiremeError
 from bireme.memory.disk_tier import DiskTier
 from bireme.memory.system_memory import AddressRange, HostChunks
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.paging.stage_memory import PagedStash
@@ -162,7 +162,7 @@ class Scaling(nn.Module):
 
 def test_a_stage_names_the_constants_of_its_code() -> None:
     model = captured(Scaling(), {name: one.float() for name, one in real_batches(2, 1, 2)[0].items()})
-    function = stage_function(model.graph, model.units, outputs=("loss",))
+    function = StageFunction(model.graph, model.units, outputs=("loss",))
     (constant,) = function.constants(torch.device("cpu"))
     assert constant.tolist() == [1.0, 3.0]
 

@@ -20,7 +20,7 @@ from bireme.balance import Shares
 from bireme.codec import LinkCodecs, through
 from bireme.codec.above import Thresholds
 from bireme.model.graph import learned_values
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.plan.plan import Plan
 from bireme.plan.program_plan import ProgramPlan
@@ -341,7 +341,7 @@ def _ends(batch: Batch, plan: Plan | ProgramPlan) -> list[int]:
 def evaluated(model: Model, weights: Mapping[str, Tensor], data: Sequence[Batch]) -> float:
     """The mean loss of one process over all batches, batch by batch, in evaluation mode."""
     assert model.evaluation is not None
-    whole = stage_function(model.evaluation, units_of(model.evaluation), outputs=("loss",))
+    whole = StageFunction(model.evaluation, units_of(model.evaluation), outputs=("loss",))
     losses, counts = [], []
     for batch in data:
         with torch.no_grad():

@@ -14,7 +14,7 @@ from bireme.model.chain import chain, chain_resolver
 from bireme.model.graph import Graph
 from bireme.model.part import WHOLE, TrainedPart
 from bireme.model.sources import load_source
-from bireme.model.stage import Resolve, StageFunction, stage_function, torch_operator
+from bireme.model.stage import Resolve, StageFunction, torch_operator
 from bireme.model.units import Unit, units_of
 from bireme.model.weights import materialize
 from bireme.plan.plan import Plan
@@ -69,7 +69,7 @@ class Model:
 
     def stage(self, plan: Plan | ProgramPlan, stage: int) -> StageFunction:
         units = [self.units[index] for index in plan.units_of(stage, len(self.units))]
-        return stage_function(self.graph, units, resolve=self.resolve())
+        return StageFunction(self.graph, units, resolve=self.resolve())
 
 
 def captured(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.train.folder import load_asked
 from bireme.train.model import InitialWeights, RunModel, placeholders, read_initial
@@ -337,7 +337,7 @@ def test_a_loss_by_name_on_tokens_is_that_of_the_next_token(home: Path) -> None:
     ids = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
     wanted = nn.functional.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     weights = model.weights(graph)([state.name for state in graph.parameters])
-    outputs = stage_function(graph, units_of(graph))(weights, {}, {"input_ids": ids, "labels": ids})
+    outputs = StageFunction(graph, units_of(graph))(weights, {}, {"input_ids": ids, "labels": ids})
     assert torch.allclose(outputs["loss"], wanted)
 
 

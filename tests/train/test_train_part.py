@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from bireme.model.graph_file import load_graph
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.schedule.instruction import Item
@@ -128,7 +128,7 @@ def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
     assert checkpoint is not None
     saved = checkpoint.snapshot().tensors
     graph = load_graph(run / "evaluation-graph.json")
-    whole = stage_function(graph, units_of(graph), outputs=("logits",))
+    whole = StageFunction(graph, units_of(graph), outputs=("logits",))
     frozen = {state.name for state in graph.parameters if not state.trainable}
     given = RunModel.of(RunFolder(run).load_run(), 1).weights(graph)(sorted(frozen))
     learned = {name: saved[f"weights/{name}"] for name in whole.parameters if name not in frozen}

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from bireme.errors import BiremeError
-from bireme.model.convert import converted
+from bireme.model.convert import converted, tensors_within
 from bireme.model.graph import Graph, Operator
 from bireme.model.torch_private import EXPORT, as_in_capture, masks_as_given
 
@@ -386,7 +386,7 @@ def _run(model: torch.nn.Module, inputs: Any, loss: Loss | None, *, training: bo
         calls.made[id(tensor)] = _Made(tensor, name)
         calls.told.append((name, tensor.requires_grad))
     given = inputs.values() if isinstance(inputs, dict) else inputs
-    for place, one in enumerate(_tensors_within(list(given))):
+    for place, one in enumerate(tensors_within(list(given))):
         calls.made[id(one)] = _Made(one, f"input {place}")
     with as_in_capture(), calls:
         returned = Whole(copy, loss, names)(inputs)
@@ -433,7 +433,7 @@ class _Calls(TorchFunctionMode):
             self.told.append((func, self.known(args), self.known(named)))
         result = func(*args, **named)
         number = len(self.told)
-        for place, one in enumerate(_tensors_within(result)):
+        for place, one in enumerate(tensors_within(result)):
             # What writes to a tensor returns it, and so does a dropout that drops nothing.
             if drops or id(one) not in self.made:
                 self.made[id(one)] = _Made(one, (number, place))
@@ -450,11 +450,3 @@ class _Calls(TorchFunctionMode):
             return [self.known(one) for one in given]
         # 1, 1.0 and True are equal, and not the same.
         return type(given), given
-
-
-def _tensors_within(result: Any) -> Iterable[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for one in result:
-            yield from _tensors_within(one)

@@ -7,7 +7,7 @@ cut. What a module returns, one tensor or a tuple of them, is the next one's onl
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from bireme.model.capture import Inputs, Loss, batch_size, resized
 from bireme.model.convert import aliases_of, dtype_name, first_names, named_tensors
 from bireme.model.graph import Argument, Graph, Length, ModelState, Operator, Output, Reference, Value
 from bireme.model.stage import Resolve
-from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, version_of
+from bireme.model.torch_private import DispatchMode, tensor_places, version_of
 
 # The links of a chain: modules that run one after the other, each called with its weights as arguments.
 
@@ -126,7 +126,9 @@ def _function_of_loss(loss: Loss, names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _function_of_link(link: _ChainLink, training: bool) -> Callable[..., Any]:
     module = link.module
-    places = _places(module, link.names)
+    # `torch.func.functional_call` puts other tensors there too, and looks for these places at every call.
+    own_places = {one.name: (one.table, one.key) for one in tensor_places(module)}
+    places = [own_places[name] for name in link.names]
     inside = list(module.modules())
 
     def call_link(given: tuple[Any, ...], states: tuple[Tensor, ...]) -> Any:
@@ -151,20 +153,6 @@ def _function_of_link(link: _ChainLink, training: bool) -> Callable[..., Any]:
         return returned
 
     return call_link
-
-
-def _places(module: nn.Module, names: Iterable[str]) -> list[tuple[dict[str, Any], str]]:
-    """Where a module keeps its tensors, so that others can be put there for one call.
-
-    `torch.func.functional_call` does the same, and looks for these places at every call.
-    """
-    found = []
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        table: dict[str, Any] = own_parameters(owner)
-        found.append((table if leaf in table else own_buffers(owner), leaf))
-    return found
 
 
 def _first_arguments(module: nn.Module, example_inputs: Inputs) -> tuple[Argument, ...]:
@@ -239,7 +227,7 @@ def chain(
 
 
 def chain_resolver(graph: Graph, modules: Modules, *, loss: Loss | None = None) -> Resolve:
-    """What `stage_function` needs to run a chain's graph: the modules and the loss that it was made of."""
+    """What `StageFunction` needs to run a chain's graph: the modules and the loss that it was made of."""
     return _resolver(_links_of(modules), tuple(value.name for value in graph.inputs), loss, graph.training)
 
 

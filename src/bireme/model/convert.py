@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from bireme.errors import BiremeError
 from bireme.model.graph import Argument, Graph, Length, ModelState, Operator, Output, Reference, Token, Value
-from bireme.model.torch_private import OpOverload, schema_of, storage_id
+from bireme.model.torch_private import OpOverload, schema_of, storage_id, written
 
 # Floating-point operations of the operators that are made of multiplications; the others count as none.
 
@@ -176,6 +176,15 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
+def tensors_within(given: Any) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dictionaries."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, dict | list | tuple):
+        for one in given.values() if isinstance(given, dict) else given:
+            yield from tensors_within(one)
+
+
 def first_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """For every name of a tensor the first name of the same tensor."""
     first: dict[int, str] = {}
@@ -295,18 +304,13 @@ class _Reader:
 
     def _mutated(self, node: torch.fx.Node) -> Iterator[str]:
         """What an operator writes to, under every name of its memory: views and what they look at."""
-        schema = schema_of(node.target)
-        written = [
-            node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            for place, argument in enumerate(schema.arguments if schema else ())
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        changed = [*written(node.target, node.args, node.kwargs)]
         if str(node.target) == "aten.batch_norm.default" and node.args[5]:
             # Its schema hides that it moves the running statistics in training.
-            written += node.args[3:5]
-        memory = {_memory_of(given) for given in written if isinstance(given, torch.fx.Node)} - {None}
+            changed += node.args[3:5]
+        memory = {_memory_of(given) for given in changed if isinstance(given, torch.fx.Node)} - {None}
         for other, name in self.names.items():
-            if isinstance(name, Reference) and (other in written or _memory_of(other) in memory):
+            if isinstance(name, Reference) and (other in changed or _memory_of(other) in memory):
                 yield name.name
 
     def argument(self, given: Any) -> Argument:

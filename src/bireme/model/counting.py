@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bireme.model.fused_loss import FUSED, LOSS, MEAN, loss_arguments
 from bireme.model.graph import Argument, Graph, Operator, Reference
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import Unit
 
 
@@ -61,7 +61,7 @@ def count_of(graph: Graph) -> Count:
         inputs=tuple(value.name for value in graph.inputs if value.name in read),
         structure="",
     )
-    function = stage_function(graph, [unit])
+    function = StageFunction(graph, [unit])
 
     def count(inputs: Mapping[str, Tensor]) -> float:
         with torch.no_grad():

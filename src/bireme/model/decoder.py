@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bireme.model.convert import aliases_of, dtype_name, first_names, named_tensors
+from bireme.model.convert import aliases_of, dtype_name, first_names, named_tensors, tensors_within
 from bireme.model.graph import Graph, ModelState, PackedMatrix
 from bireme.model.nf4_operator import nf4_linear, unpacked
-from bireme.model.torch_private import own_buffers, own_parameters
+from bireme.model.torch_private import tensor_places
 from bireme.model.units import units_of
 from bireme.model.weights import Weights
 
@@ -229,7 +229,7 @@ class _Passed:
         first, *rest = (*positional, *named.values())
         is_first = not self.modules and isinstance(first, Tensor) and first.requires_grad
         self.goes_around |= not (is_first or (self.modules and first is self.hidden))
-        self.goes_around |= any(one.requires_grad for one in _tensors(rest))
+        self.goes_around |= any(one.requires_grad for one in tensors_within(rest))
         self.modules.append(module)
 
     def leave(self, _module: nn.Module, _given: Any, made: Any) -> None:
@@ -239,15 +239,6 @@ class _Passed:
     def end(self, _module: nn.Module, _given: Any, made: Any) -> Any:
         """Let nothing depend on the embedding any more that the last layer made."""
         return (made[0].detach(), *made[1:]) if isinstance(made, tuple) else made.detach()
-
-
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """The tensors in lists, tuples and dictionaries."""
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, dict | list | tuple):
-        for one in given.values() if isinstance(given, dict) else given:
-            yield from _tensors(one)
 
 
 class DecoderLayers:
@@ -340,11 +331,9 @@ class DecoderLayers:
 
     def _slots(self, begin: str) -> Iterator["_Slot"]:
         """The places of the weights of a module; those of the whole model if it has no name."""
-        for path, module in self._model.get_submodule(begin).named_modules(prefix=begin):
-            for place in (own_parameters(module), own_buffers(module)):
-                for local in [local for local, tensor in place.items() if tensor is not None]:
-                    name = "weight" if local == _PACKED else local
-                    yield _Slot(place, local, self._first[f"{path}.{name}" if path else name])
+        for name, _, table, key in tensor_places(self._model.get_submodule(begin), begin):
+            own = f"{name.removesuffix(_PACKED)}weight" if key == _PACKED else name
+            yield _Slot(table, key, self._first[own])
 
     def _bytes(self, slots: Iterable["_Slot"]) -> int:
         return sum(self._states[name].num_bytes for name in {one.state for one in slots})

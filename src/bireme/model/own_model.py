@@ -20,7 +20,7 @@ from bireme.model.capture import resized
 from bireme.model.convert import named_tensors
 from bireme.model.examples import example_inputs
 from bireme.model.graph import ModelState
-from bireme.model.torch_private import own_buffers, own_parameters
+from bireme.model.torch_private import tensor_places
 from bireme.user_code import reason_of, user_function
 
 _RETURNS = "a torch.nn.Module, or (module, example inputs)"
@@ -144,19 +144,15 @@ def generators_restored() -> Iterator[None]:
 def _move_to_meta(text: str, model: nn.Module) -> None:
     """Take the numbers out of a model in place. Tied tensors stay tied, which `Module.to` does not do."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        for own in (own_parameters(module), own_buffers(module)):
-            for name, tensor in own.items():
-                if tensor is None or (tensor.is_meta and not nn.parameter.is_lazy(tensor)):
-                    continue
-                if nn.parameter.is_lazy(tensor):
-                    raise BiremeError(
-                        f"The {type(module).__name__} in the model of {text} has no shape before its first "
-                        "call. Call the model once in the function, or give the sizes to its constructor."
-                    )
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = tensor, _without_numbers(tensor)
-                own[name] = moved[id(tensor)][1]  # type: ignore[assignment]  # a parameter for a parameter
+    for _, module, table, key in tensor_places(model):
+        tensor = table[key]
+        if nn.parameter.is_lazy(tensor):
+            raise BiremeError(
+                f"The {type(module).__name__} in the model of {text} has no shape before its first call. "
+                "Call the model once in the function, or give the sizes to its constructor."
+            )
+        if not tensor.is_meta:
+            table[key] = moved.setdefault(id(tensor), (tensor, _without_numbers(tensor)))[1]
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bireme.codec.codec import scattered
 from bireme.devices import default_generator, is_accelerator
 from bireme.errors import BiremeError
 from bireme.model.fused_loss import FUSED
@@ -60,7 +61,7 @@ def torch_operator(operator: Operator) -> Callable[..., Any]:
     if operator.is_of_chain:
         raise BiremeError(
             f"The graph is a chain with {operator.target} in it, which is code of yours and not in the "
-            "graph. Give the modules and the loss that it was made of: stage_function(graph, units, "
+            "graph. Give the modules and the loss that it was made of: StageFunction(graph, units, "
             "resolve=chain_resolver(graph, modules, loss=loss))."
         )
     if operator.target in _OWN:
@@ -82,24 +83,32 @@ def torch_operator(operator: Operator) -> Callable[..., Any]:
 
 
 class StageFunction:
-    """Runs some consecutive units.
+    """Runs some consecutive units of a graph.
 
     `receives` are the tensors that come from the stage before, `sends` those for the next stage,
     `inputs` those of the model's inputs that it needs. Calling it gives what it sends and the model's
     outputs that are made in it, all by name. `writes` are those of its buffers that it changes, `is_random`
     tells whether anything in it is drawn.
+
+    Of the model's outputs it gives those in `outputs`, or all; what is not given is freed early. `also` are
+    names of values inside the stage to give besides. `resolve` says what runs for an operator; a chain needs
+    `chain_resolver` with its modules. With `compile` torch compiles the stage at its first call and again
+    where a batch size needs it. Its numbers are equal then but for rounding, and what is drawn at random, as
+    by dropout, differs: a seed has no effect.
     """
 
     def __init__(
         self,
         graph: Graph,
         units: Sequence[Unit],
-        resolve: Resolve,
         *,
-        compile: bool,  # noqa: A002 (torch's word for it)
-        outputs: Collection[str] | None,
-        also: Sequence[str],
+        resolve: Resolve = torch_operator,
+        compile: bool = False,  # noqa: A002 (torch's word for it)
+        outputs: Collection[str] | None = None,
+        also: Sequence[str] = (),
     ) -> None:
+        if not units:
+            raise BiremeError("A stage needs at least one unit.")
         self.receives = units[0].receives
         self.sends = units[-1].sends
         self.inputs = _merged(unit.inputs for unit in units)
@@ -198,28 +207,6 @@ class StageFunction:
         # A call of the module itself would look for hooks first, which nobody can have set.
         run: Callable[..., tuple[Any, ...]] = built.forward
         return run
-
-
-def stage_function(
-    graph: Graph,
-    units: Sequence[Unit],
-    *,
-    resolve: Resolve = torch_operator,
-    compile: bool = False,  # noqa: A002 (torch's word for it)
-    outputs: Collection[str] | None = None,
-    also: Sequence[str] = (),
-) -> StageFunction:
-    """The function of some consecutive units of a graph.
-
-    Of the model's outputs it gives those in `outputs`, or all; what is not given is freed early. `also` are
-    names of values inside the stage to give besides. `resolve` says what runs for an operator; a chain needs
-    `chain_resolver` with its modules. With `compile` torch compiles the stage at its first call and again
-    where a batch size needs it. Its numbers are equal then but for rounding, and what is drawn at random, as
-    by dropout, differs: a seed has no effect.
-    """
-    if not units:
-        raise BiremeError("A stage needs at least one unit.")
-    return StageFunction(graph, units, resolve, compile=compile, outputs=outputs, also=also)
 
 
 def _merged(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -331,15 +318,7 @@ class _Builder:
 def _start_stream(seed: int | None, unit: int, device: torch.device) -> None:
     """Let what a unit draws next depend on the seed and on the unit alone."""
     if seed is not None:
-        default_generator(device).manual_seed(_mixed(seed * 0x9E3779B97F4A7C15 + unit))
-
-
-def _mixed(number: int) -> int:
-    """Sixty-three bits that look unlike those of a neighboring number (the end of SplitMix64)."""
-    number &= 0xFFFFFFFFFFFFFFFF
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return (number ^ (number >> 31)) >> 1
+        default_generator(device).manual_seed(scattered((seed - 1) * 0x9E3779B97F4A7C15 + unit) >> 1)
 
 
 def _compiled(function: Callable[..., tuple[Any, ...]], device: torch.device) -> Callable[..., Any]:
@@ -392,7 +371,7 @@ class SegmentedFunction:
     ) -> None:
         runs = [(again, list(run)) for again, run in groupby(units, lambda unit: unit.index in recomputed)]
         self._segments = [
-            (again, stage_function(graph, run, resolve=resolve, compile=compile, outputs=outputs))
+            (again, StageFunction(graph, run, resolve=resolve, compile=compile, outputs=outputs))
             for again, run in runs
         ]
         functions = [function for _, function in self._segments]

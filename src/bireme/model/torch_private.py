@@ -4,10 +4,10 @@ They can change with any version of torch. So no other file of this room imports
 take what is here, under names that say what it is for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,17 +115,41 @@ def version_of(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters that a module itself holds, to be changed in place.
-
-    `named_parameters` only reads, and setting an attribute may run code of the module's class.
-    """
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The parameters that a module itself holds, to be changed in place: `named_parameters` only reads."""
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The buffers that a module itself holds, to be changed in place, for the same reason."""
     return module._buffers
+
+
+class TensorPlace(NamedTuple):
+    """Where a module holds a parameter or buffer: in `table` under `key`. Set it there to change it in place:
+    setting an attribute may run code of the module's class.
+    """
+
+    name: str
+    module: nn.Module
+    table: dict[str, Any]
+    key: str
+
+
+def tensor_places(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
+    """The places of all parameters and buffers of a module, of tied ones all."""
+    for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+        for table in (own_parameters(inner), own_buffers(inner)):
+            for key in [key for key, tensor in table.items() if tensor is not None]:
+                yield TensorPlace(f"{path}.{key}" if path else key, inner, table, key)
+
+
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments of a call that an operator writes to."""
+    schema = schema_of(operator)
+    for place, argument in enumerate(schema.arguments if schema else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema | None:

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from bireme.errors import BiremeError, closest
 from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import packed
-from bireme.model.torch_private import DispatchMode, own_buffers, own_parameters, schema_of, storage_id
+from bireme.model.torch_private import (
+    DispatchMode,
+    own_buffers,
+    own_parameters,
+    storage_id,
+    tensor_places,
+    written,
+)
 
 if TYPE_CHECKING:
     from bireme.model.dcp_weights import DcpWeights
@@ -380,18 +387,14 @@ class _Parts:
     """Where each tensor of a model is, and what is made in its place."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.place: dict[str, tuple[nn.Module, str]] = {}
-        """Module and name there of every tensor, under all its names."""
+        self.place = {one.name: one for one in tensor_places(model)}
+        """Of every tensor, under all its names."""
         self.own: dict[str, Tensor] = {}
         self.fresh: dict[str, Tensor] = {}
         self.of_module: dict[str, list[str]] = {}
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for local, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
-                if tensor is not None:
-                    name = f"{prefix}.{local}" if prefix else local
-                    self.place[name] = module, local
-                    self.own[name] = tensor
-                    self.of_module.setdefault(prefix, []).append(name)
+        for name, one in self.place.items():
+            self.own[name] = one.table[one.key]
+            self.of_module.setdefault(name.rpartition(".")[0], []).append(name)
         self.first: dict[int, str] = {}
         for name, tensor in self.own.items():
             self.first.setdefault(id(tensor), name)
@@ -408,7 +411,7 @@ class _Parts:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Replace all tensors with ones without numbers; then put all back."""
-        modules = {module for module, _ in self.place.values()}
+        modules = {one.module for one in self.place.values()}
         before = [(module, dict(own_parameters(module)), dict(own_buffers(module))) for module in modules]
         try:
             for name in self.own:
@@ -435,19 +438,18 @@ class _Parts:
             self._put(name, "meta")
 
     def _put(self, name: str, device: str) -> None:
-        module, local = self.place[name]
+        _, module, _, key = self.place[name]
         fresh = torch.empty_like(self.own[name], device=device, requires_grad=False)
         if self.is_parameter(name):
-            fresh = own_parameters(module)[local] = nn.Parameter(fresh, requires_grad=False)
+            fresh = own_parameters(module)[key] = nn.Parameter(fresh, requires_grad=False)
         else:
-            own_buffers(module)[local] = fresh
+            own_buffers(module)[key] = fresh
         self.fresh[name] = fresh
 
     def now(self, name: str) -> Tensor:
         """What is where a tensor was; the model's code may have put something of its own there."""
-        module, local = self.place[name]
-        found = own_parameters(module).get(local, own_buffers(module).get(local))
-        assert found is not None
+        _, module, _, key = self.place[name]
+        found: Tensor = (own_parameters(module) | own_buffers(module))[key]
         return found
 
 
@@ -471,12 +473,8 @@ class _Draws(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it 
             digest = hashlib.sha256(text.encode()).digest()
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             self.num_draws += 1
-        schema = schema_of(func)
-        for place, argument in enumerate(schema.arguments if schema else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                if isinstance(given, Tensor):
-                    self.written.add(storage_id(given))
+        changed = written(func, args, kwargs)
+        self.written |= {storage_id(given) for given in changed if isinstance(given, Tensor)}
         return func(*args, **kwargs)
 
 

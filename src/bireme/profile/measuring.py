@@ -16,7 +16,7 @@ from torch import Tensor
 from bireme.cluster.device import EngineCost
 from bireme.devices import is_accelerator, process_bytes
 from bireme.model.graph import Graph, ModelState, learned_values
-from bireme.model.stage import Resolve, stage_function, torch_operator
+from bireme.model.stage import Resolve, StageFunction, torch_operator
 from bireme.model.units import Unit, units_of
 from bireme.profile.estimate import Seconds
 from bireme.profile.optimizers import frozen_bytes, gradient_bytes, optimizer_bytes
@@ -261,7 +261,7 @@ def bench_of(
     also: tuple[str, ...] = (),
 ) -> Workbench:
     """A unit with all it needs to run; `also` are values that it gives out besides."""
-    function = stage_function(pieces.graph, [pieces.units[index]], resolve=resolve, also=also)
+    function = StageFunction(pieces.graph, [pieces.units[index]], resolve=resolve, also=also)
     return Workbench(
         pieces.graph, function, learned=pieces.learned, batch=size, device=device, examples=examples
     )

@@ -17,7 +17,7 @@ from bireme.errors import BiremeError
 from bireme.model.counting import count_of
 from bireme.model.graph import Graph, ModelState
 from bireme.model.halves import GradientHook, feeding
-from bireme.model.stage import SegmentedFunction, StageFunction, stage_function, torch_operator
+from bireme.model.stage import SegmentedFunction, StageFunction, torch_operator
 from bireme.model.units import LinearMap, Unit, chosen_maps, units_of
 from bireme.model.weights import Weights
 from bireme.plan.plan import Plan
@@ -285,7 +285,7 @@ def _stages(
     dtypes = {state.name: getattr(torch, state.dtype) for state in (*graph.parameters, *graph.buffers)}
     found = {}
     for stage, own in layout.units.items():
-        function = stage_function(graph, own, resolve=torch_operator, outputs=(LOSS,))
+        function = StageFunction(graph, own, resolve=torch_operator, outputs=(LOSS,))
         given = weights((*function.parameters, *function.buffers))
         held = {name: tensor.to(device, dtypes[name]) for name, tensor in given.items()}
         fixed = _Fixed({name: held[name] for name in function.parameters})
@@ -335,7 +335,7 @@ class Assembly:
         found = {}
         for stage, training in stages.items():
             own = [units[unit.index] for unit in self.layout.units[stage]]
-            function = stage_function(evaluation, own, resolve=self.settings.resolve, outputs=(LOSS,))
+            function = StageFunction(evaluation, own, resolve=self.settings.resolve, outputs=(LOSS,))
             device = torch.device(self.settings.device)
             found[stage] = _EvaluationStage(function, training.banks, training.buffers, device)
         return found
@@ -349,7 +349,7 @@ class Assembly:
             resolve = feeding(resolve, maps, gradient_hook)
         again = set(self.plan.recompute_units) & {unit.index for unit in units}
         if not again:
-            return stage_function(self.graph, units, resolve=resolve, compile=compiles, outputs=(LOSS,))
+            return StageFunction(self.graph, units, resolve=resolve, compile=compiles, outputs=(LOSS,))
         if self.plan.source.splits_backward:
             raise BiremeError(
                 f"{self.plan.source.name} runs backwards in two halves, and units that recompute would do so "

@@ -24,7 +24,7 @@ from bireme.model.nf4 import with_nf4
 from bireme.model.nf4_operator import packed
 from bireme.model.own_model import made_states
 from bireme.model.sources import ModelSource, load_source
-from bireme.model.stage import stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import Unit
 from bireme.model.weights import Weights, check_weights, load_weights, materialize, packing
 from bireme.train.checkpoint.manifest import FileEntry
@@ -186,7 +186,7 @@ def _leaks(graph: Graph, mask: str) -> bool:
     given = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     length = shapes[POSITIONS][1]
     given[POSITIONS] = _two_documents(length).expand(shapes[POSITIONS]).contiguous()
-    made = stage_function(graph, [unit], outputs=(), also=(mask,))({}, {}, given)[mask]
+    made = StageFunction(graph, [unit], outputs=(), also=(mask,))({}, {}, given)[mask]
     seen = made if made.dtype == torch.bool else made > _HIDDEN
     first = _first_size(length)
     return bool(seen[..., first:, :first].any())

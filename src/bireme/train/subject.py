@@ -18,7 +18,7 @@ from bireme.errors import BiremeError
 from bireme.model.decoder import Decoder, DecoderLayers
 from bireme.model.graph import Graph, Reference, Value, evaluate
 from bireme.model.sources import load_source
-from bireme.model.stage import StageFunction, stage_function
+from bireme.model.stage import StageFunction
 from bireme.model.units import Unit, units_of
 from bireme.model.weights import Weights, check_weights, load_weights
 from bireme.plan.plan_file import load_plan
@@ -192,7 +192,7 @@ class CapturedPart(ModelPart):
         states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
         self._dtypes = {name: getattr(torch, state.dtype) for name, state in states.items()}
         units = _units(graph, model.name)[own.start : own.stop]
-        self._functions = [stage_function(graph, [unit], outputs=(self._output,)) for unit in units]
+        self._functions = [StageFunction(graph, [unit], outputs=(self._output,)) for unit in units]
         self._kept: list[Mapping[str, Tensor] | None] = []
         for function in self._functions:
             room -= sum(states[name].num_bytes for name in (*function.parameters, *function.buffers))
