@@ -30,7 +30,7 @@ At the end it says what each section took.
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -45,12 +45,13 @@ from benchmarks.common.verdicts import Verdict, at_least, at_most
 from benchmarks.killing.goodput import Kills, goodput_row
 from benchmarks.replica_speeds.agreements import AsynchronousPairs, BoundedStaleness, QuorumRounds
 from benchmarks.replica_speeds.averaging import ALONE, measure_agreement
+from benchmarks.replica_speeds.mortal import Kill, MortalReplicas, UnevenSpeed
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import RECEIVES, SENDS
 from bireme.schedule.program import Program, Track
 from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
-from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
+from bireme.simulate.together import Agreement, Exchange, Ran, SampleWork, Speed
 from bireme.sync.coordinator.samples import SILENT_LEASES, GroupSettings
 
 BATCH_S = 0.1
@@ -143,7 +144,7 @@ def _computing(track: Track) -> Track:
 def ran(
     shape: Shape,
     agreement: Agreement,
-    speeds: list[Speed],
+    speeds: Sequence[Speed],
     until_s: float,
     batch_s: float = BATCH_S,
     kills: tuple[Kill, ...] = (),
@@ -152,7 +153,7 @@ def ran(
     part_s = batch_s / SHARE / 3
     work = SampleWork((part_s,) * shape.stages, (2 * part_s,) * shape.stages, message_s=batch_s / 500)
     lag = agreement.average_lag
-    together = Together(
+    together = MortalReplicas(
         lambda num_batches, first_batch: program_of(shape, lag, num_batches, first_batch),
         work,
         speeds,
@@ -164,7 +165,7 @@ def ran(
     return together.until(until_s, round(2 * until_s / batch_s))
 
 
-def rates(shape: Shape, speeds: list[Speed], until_s: float) -> dict[str, float]:
+def rates(shape: Shape, speeds: Sequence[Speed], until_s: float) -> dict[str, float]:
     return {
         name: ran(shape, agreement(shape), speeds, until_s).samples_per_s(BEGIN * until_s)
         for name, agreement in MODES.items()
@@ -191,7 +192,7 @@ def steady(until_s: float) -> Iterator[dict[str, Any]]:
 def one_slower(until_s: float) -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         for times in SLOWER:
-            speeds = [Speed(((0.0, times),)), *[Speed()] * (shape.replicas - 1)]
+            speeds = [UnevenSpeed(slowness=((0.0, times),)), *[Speed()] * (shape.replicas - 1)]
             about = {"replicas": shape.name, "schedule": shape.schedule, "slower": times}
             yield from modes(about, rates(shape, speeds, until_s))
 
@@ -199,7 +200,7 @@ def one_slower(until_s: float) -> Iterator[dict[str, Any]]:
 def held_up(until_s: float) -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         for held_s, bound in HELD.items():
-            speeds = [Speed(held_s=held_s, held_chance=HELD_CHANCE)] * shape.replicas
+            speeds = [UnevenSpeed(held_s=held_s, held_chance=HELD_CHANCE)] * shape.replicas
             about = {"replicas": shape.name, "schedule": shape.schedule, "held_s": held_s}
             for row in modes(about, rates(shape, speeds, until_s)):
                 yield row | {"bound_times_allreduce": bound if shape.stages == 1 else None}

@@ -9,9 +9,10 @@ have a round of all replicas every H batches, with a step of Nesterov's on their
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.replica_speeds.mortal import UnevenSpeed
 from bireme.errors import BiremeError
 from bireme.simulate.agreements import GroupsAgreement
-from bireme.simulate.together import Exchange, SampleWork, Speed, Together, one_stage
+from bireme.simulate.together import Exchange, SampleWork, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
 
 __all__ = ["Agreed", "agreed_named", "meetings"]
@@ -69,7 +70,11 @@ def _simulated(agreed: Agreed, num_replicas: int, seed: int) -> Together:
     """Replicas of one stage; `until` may be asked once."""
     forward, backward = (BATCH_S * part for part in PARTS)
     speeds = [
-        Speed(((0.0, agreed.slowness if replica == 0 else 1.0),), agreed.held_s, HELD_CHANCE)
+        UnevenSpeed(
+            slowness=((0.0, agreed.slowness if replica == 0 else 1.0),),
+            held_s=agreed.held_s,
+            held_chance=HELD_CHANCE,
+        )
         for replica in range(num_replicas)
     ]
     work = SampleWork((forward,), (backward,))

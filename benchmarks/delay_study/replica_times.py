@@ -12,6 +12,7 @@ from math import ceil
 from benchmarks.delay_study.meetings import PARTS, agreed_named
 from benchmarks.delay_study.replica_cells import by_agreement
 from benchmarks.delay_study.table import Row, table_lines
+from benchmarks.replica_speeds.mortal import UnevenSpeed
 from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
 from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together, one_stage
 from bireme.sync.coordinator.samples import GroupSettings
@@ -56,10 +57,10 @@ def _rate(word: str, width: int, setting: str) -> float:
     """Samples in a batch's time, over all replicas."""
     every = 1 if word == "allreduce" else agreed_named(word).every
     agreement = _agreement(word)
-    speeds = [Speed()] * width
+    speeds: list[Speed] = [Speed()] * width
     exchange = Exchange()
     if setting == STRAGGLER:
-        speeds[0] = Speed(((0.0, SLOWER),))
+        speeds[0] = UnevenSpeed(slowness=((0.0, SLOWER),))
     else:
         exchange = Exchange(num_bytes=1.0, bytes_per_s=2 * (width - 1) / width / SUM_S)
     make = one_stage(agreement.average_lag)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
+from benchmarks.replica_speeds.mortal import SurvivingAgreement
 from bireme.balance import ShareLimits
 from bireme.simulate.together import Agreement, Together, Trained
 from bireme.sync.coordinator.messages import Grant
@@ -20,7 +21,7 @@ _READ_AHEAD = 2
 """After so many batches new shares hold, for nobody has read further."""
 
 
-class QuorumRounds(Agreement):
+class QuorumRounds(SurvivingAgreement):
     """Gradients of the living are summed in every batch; whoever comes too late gets the sum of the others.
 
     A round goes on without some once more than half of the members are ready and no other has come for
@@ -53,7 +54,7 @@ class QuorumRounds(Agreement):
         self.redone = 0
         super().begin(run)
 
-    def share(self, replica: int, batch: int) -> int | None:
+    def share(self, replica: int, batch: int) -> int:
         """What was dealt; nothing of a batch that was committed before it could begin with it."""
         taken = self.taken.get((replica, batch))
         if taken is None:

@@ -18,7 +18,7 @@ from annotated_types import DocInfo
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError, closest, system_errors
 
 Model = TypeVar("Model", bound=BaseModel)
 _Noun = TypeVar("_Noun")
@@ -120,10 +120,8 @@ def read_json_lines(path: Path, *, start: str) -> _JsonLines:
     Lines end with a line feed and with nothing else. A line without one, at the end or right before a record
     of the kind `start`, is what a process left that was killed; it is in neither part of the result.
     """
-    try:
+    with system_errors(f"{path} cannot be read"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
     found, unsure = _JsonLines(), list[int]()
     for number, line in enumerate(lines, 1):
         if not line.strip():

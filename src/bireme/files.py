@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
+
+_UNCHANGED = "The old content is unchanged."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,23 @@ def write_chunks_atomically(path: Path, chunks: Iterable[bytes], *, is_private: 
     path = path.resolve()
     draft = path.parent / f".bireme-{secrets.token_hex(8)}.tmp"
     try:
-        if not path.parent.is_dir():
-            raise BiremeError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
-        if path.is_dir():
-            raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
-        if path.exists() and not path.is_file():
-            raise BiremeError(f"{path} cannot be written: it is not an ordinary file. Name another one.")
-        draft.touch(0o600 if is_private else 0o666, exist_ok=False)
-        with draft.open("wb") as file:
-            file.writelines(chunks)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists() and not is_private:
-            draft.chmod(path.stat().st_mode & 0o777)
-        draft.replace(path)
-    except OSError as error:
-        raise BiremeError(
-            f"{path} cannot be written: {error.strerror or error}. The old content is unchanged."
-        ) from error
+        with system_errors(f"{path} cannot be written", _UNCHANGED):
+            if not path.parent.is_dir():
+                raise BiremeError(
+                    f"{path} cannot be written: there is no folder {path.parent}. Make it first."
+                )
+            if path.is_dir():
+                raise BiremeError(f"{path} cannot be written: it is a folder. Name a file in it.")
+            if path.exists() and not path.is_file():
+                raise BiremeError(f"{path} cannot be written: it is not an ordinary file. Name another one.")
+            draft.touch(0o600 if is_private else 0o666, exist_ok=False)
+            with draft.open("wb") as file:
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists() and not is_private:
+                draft.chmod(path.stat().st_mode & 0o777)
+            draft.replace(path)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -84,21 +85,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     beginning, mark = f".{path.name}", secrets.token_hex(8)
     draft, before = (path.with_name(f"{beginning}.{what}-{mark}") for what in ("draft", "before"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy_up(path)
-        draft.mkdir()
-        yield draft
-        _sync_tree(draft)
-        if not path.exists():
-            draft.replace(path)
-        elif not _swapped(draft, path):
-            path.replace(before)
-            draft.replace(path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise BiremeError(
-            f"{path} cannot be written: {error.strerror or error}. The old content is unchanged."
-        ) from error
+        with system_errors(f"{path} cannot be written", _UNCHANGED):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _tidy_up(path)
+            draft.mkdir()
+            yield draft
+            _sync_tree(draft)
+            if not path.exists():
+                draft.replace(path)
+            elif not _swapped(draft, path):
+                path.replace(before)
+                draft.replace(path)
+            _sync_folder(path.parent)
     finally:
         if before.exists() and not path.exists():
             before.replace(path)

@@ -199,7 +199,7 @@ def test_a_cluster_of_cards_alone_is_simulated_as_servers_with_one_card_are() ->
     costs = Costs.per_stage(4, forward_s=0.1, backward_s=0.2, message_bytes=2e5)
     order = [0, 2, 1, 3]
     pairs = [(a, b) for a in range(4) for b in range(4) if abs(a - b) == 1]
-    same = Network.servers([0, 1, 0, 1], pairs, card_bytes_per_s=1e6, card_latency_s=2e-3)
+    same = Network.dedicated(pairs, bytes_per_s=1e6, latency_s=2e-3, servers=[0, 1, 0, 1])
     ours = simulate(program, costs, cluster_network(cluster, program, order))
     theirs = simulate(program, costs, same)
     assert ours.makespan_s == pytest.approx(theirs.makespan_s)

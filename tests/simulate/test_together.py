@@ -6,15 +6,16 @@ from random import Random
 import pytest
 
 from benchmarks.replica_speeds.agreements import AsynchronousPairs, BoundedStaleness, QuorumRounds
+from benchmarks.replica_speeds.mortal import Kill, MortalReplicas, SurvivingGroups, UnevenSpeed
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
 from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
 from bireme.schedule.weave import UpdateTiming
-from bireme.simulate.agreements import DilocoRounds, Everyone, GroupsAgreement
+from bireme.simulate.agreements import DilocoRounds, Everyone
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
-from bireme.simulate.together import Agreement, Exchange, Kill, Ran, SampleWork, Speed, Together
+from bireme.simulate.together import Agreement, Exchange, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import GroupSettings
 from tests.support.extent import draws
 
@@ -22,7 +23,7 @@ BATCH_S, SHARE, STAGES = 0.1, 8, 2
 MODES: dict[str, Callable[[], Agreement]] = {
     "allreduce": Everyone,
     "quorum": lambda: QuorumRounds(grace_s=1.0, noticed_s=1.0, heal_s=0.5),
-    "groups": lambda: GroupsAgreement(GroupSettings(connect_every=4), STAGES, noticed_s=1.0, heal_s=0.5),
+    "groups": lambda: SurvivingGroups(GroupSettings(connect_every=4), STAGES, noticed_s=1.0, heal_s=0.5),
     "diloco": lambda: DilocoRounds(every=5, grace_s=0.02),
     "AD-PSGD": AsynchronousPairs,
     "HetPipe-like": lambda: BoundedStaleness(most=4),
@@ -52,7 +53,7 @@ def together(
     seed: int = 0,
 ) -> Together:
     part_s = BATCH_S / SHARE / 3
-    return Together(
+    return MortalReplicas(
         lambda num_batches, first: program_of(schedule, agreement.average_lag, num_batches, first),
         SampleWork((part_s,) * STAGES, (2 * part_s,) * STAGES),
         speeds,
@@ -69,7 +70,7 @@ def ran(agreement: Agreement, speeds: list[Speed], until_s: float = 20.0, schedu
 
 
 def slower(times: float, num: int = 4) -> list[Speed]:
-    return [Speed(((0.0, times),)), *[Speed()] * (num - 1)]
+    return [UnevenSpeed(slowness=((0.0, times),)), *[Speed()] * (num - 1)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw-fresh"])
@@ -106,7 +107,7 @@ def test_who_is_too_slow_for_every_round_gets_a_share_that_it_can_train() -> Non
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw-fresh"])
 def test_whatever_groups_were_granted_no_program_waits_in_a_circle(schedule: str) -> None:
     """And each rank is in just one group after each of its batches."""
-    speeds = [Speed(held_s=0.3, held_chance=0.1), *slower(3.0, 3)]
+    speeds: list[Speed] = [UnevenSpeed(held_s=0.3, held_chance=0.1), *slower(3.0, 3)]
     found = ran(MODES["groups"](), speeds, 8.0, schedule)
     grants = [AverageGrant(one.stage, one.members) for one in found.averages]
     places = [(one.stage, *place) for one in found.averages for place in one.members.items()]
@@ -118,7 +119,7 @@ def test_whatever_groups_were_granted_no_program_waits_in_a_circle(schedule: str
 
 
 def test_the_same_seed_gives_every_mode_the_same_chance() -> None:
-    speeds = [Speed(held_s=0.2, held_chance=0.2)] * 4
+    speeds: list[Speed] = [UnevenSpeed(held_s=0.2, held_chance=0.2)] * 4
     one, again = (ran(MODES["groups"](), speeds, 5.0) for _ in range(2))
     assert one.trained == again.trained
     assert one.averages == again.averages
@@ -130,7 +131,7 @@ def test_the_others_go_on_when_replicas_die_at_any_moment(mode: str) -> None:
         random = Random(seed)
         kills = tuple(Kill(random.randrange(3), random.uniform(0.05, 6.0), 1.5) for _ in range(3))
         agreement = MODES[mode]()
-        speeds = [Speed(held_s=0.2, held_chance=0.1)] * 3
+        speeds: list[Speed] = [UnevenSpeed(held_s=0.2, held_chance=0.1)] * 3
         run = together(agreement, speeds, schedule="1f1b", kills=kills, seed=seed)
         found = run.until(14.0, 1000)
         last = max(one.at_s for one in found.trained)
@@ -161,6 +162,6 @@ def test_replicas_that_cannot_share_a_batch_equally_are_refused() -> None:
             batch_size=10,
         )
     with pytest.raises(BiremeError, match="greater than 0"):
-        Speed(((0.0, 0.0),))
+        UnevenSpeed(slowness=((0.0, 0.0),))
     with pytest.raises(BiremeError, match="between 0 and 1"):
-        Speed(held_chance=2.0)
+        UnevenSpeed(held_chance=2.0)

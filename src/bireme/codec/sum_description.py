@@ -18,7 +18,7 @@ from bireme.errors import BiremeError, closest
 
 _GRADIENT_WORDS = "whole, principal:RANK or principal:RANK:PAIRS"
 
-_MOST = 65536
+_MOST, _MOST_STEPS = 65536, 10**9
 
 _PRINCIPAL = re.compile(r"principal:([0-9]+)(?::([0-9]+))?")
 
@@ -288,23 +288,16 @@ def parse_sum_codec(text: str) -> SumCodec:
     if word == "none" and not numbers:
         return DENSE
     if word == "threshold" and len(numbers) <= 3:
-        share = _number(
-            text, numbers[0] if numbers else "0.01", "a share of the entries, above 0 and up to 1"
-        )
-        life = _number(text, numbers[1] if len(numbers) > 1 else "50", "a whole number of steps from 1 on")
-        if not 0 < share <= 1:
-            raise _impossible(text, f"the share {share:g} must be above 0 and up to 1")
-        if life < 1 or life != int(life) or life > 1e9:
-            raise _impossible(text, f"{life:g} must be a whole number of steps from 1 on")
-        steps = _whole_steps(text, numbers[2:], 0)
-        return SumCodec(SumKind.THRESHOLD, share=share, life=int(life), whole_steps=steps)
+        share, life, steps = (*numbers, *("0.01", "50", "0")[len(numbers) :])
+        part = _number(text, share, "a share of the entries, above 0 and up to 1")
+        if not 0 < part <= 1:
+            raise _impossible(text, f"the share {part:g} must be above 0 and up to 1")
+        lives, first = _whole(text, life, 1, _MOST_STEPS), _whole(text, steps, 0, _MOST_STEPS)
+        return SumCodec(SumKind.THRESHOLD, share=part, life=lives, whole_steps=first)
     if word == "lowrank" and len(numbers) <= 2:
-        rank = _number(text, numbers[0] if numbers else "4", "a rank from 1 on")
-        if rank < 1 or rank != int(rank) or rank > 65536:
-            raise _impossible(text, f"the rank {rank:g} must be a whole number from 1 to 65536")
-        return SumCodec(
-            SumKind.LOWRANK, rank=int(rank), whole_steps=_whole_steps(text, numbers[1:], WHOLE_STEPS)
-        )
+        rank, steps = (*numbers, *("4", str(WHOLE_STEPS))[len(numbers) :])
+        first = _whole(text, steps, 0, _MOST_STEPS)
+        return SumCodec(SumKind.LOWRANK, rank=_whole(text, rank, 1, _MOST), whole_steps=first)
     advice = closest(word, ["none", "int8", "int4", "int2", "threshold", "lowrank"])
     raise BiremeError(f"There is no codec {text!r} for sums of gradients. {advice} Use {_SUM_CODEC_WORDS}.")
 
@@ -314,13 +307,12 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def _whole_steps(text: str, given: Sequence[str], usual: int) -> int:
-    """How many first steps send whole gradients; `usual` where that is not given."""
-    wanted = "a whole number of steps from 0 on"
-    steps = _number(text, given[0], wanted) if given else usual
-    if steps != int(steps) or steps > 1e9:
-        raise _impossible(text, f"{steps:g} must be {wanted}")
-    return int(steps)
+def _whole(text: str, part: str, least: int, most: int) -> int:
+    wanted = f"a whole number from {least} to {most}"
+    number = _number(text, part, wanted)
+    if number != int(number) or not least <= number <= most:
+        raise _impossible(text, f"{number:g} must be {wanted}")
+    return int(number)
 
 
 def _number(text: str, part: str, wanted: str) -> float:

@@ -8,7 +8,7 @@ A trace makes an iteration slower; its seconds are shrunk evenly to what one tak
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
@@ -57,7 +57,7 @@ class Storage:
     it; both are empty where unknown. `address` is None where the storage has no memory.
     """
 
-    block: int
+    id: int
     num_bytes: int
     owner: Owner
     name: str = ""
@@ -160,20 +160,10 @@ class _BlockAccess:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBlock:
-    """One allocation. Being made by an operator counts as its first access.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBlock(Storage):
+    """One allocation. Being made by an operator counts as its first access."""
 
-    `name` is that of the parameter, buffer or input in it or that it belongs to, `module` the one whose
-    forward made it; they are empty where there is none. Without memory it has no `address`.
-    """
-
-    id: int
-    num_bytes: int
-    owner: Owner
-    name: str
-    module: str
-    address: int | None
     birth_event: int
     birth_s: float
     birth_operator: str
@@ -323,12 +313,7 @@ def _block(storage: Storage, life: Sequence[tuple[int, Event]]) -> MemoryBlock:
     birth_event, birth = events.get(EventKind.BIRTH, (_BEFORE, None))
     death_event, death = events.get(EventKind.DEATH, (None, None))
     return MemoryBlock(
-        id=storage.block,
-        num_bytes=storage.num_bytes,
-        owner=storage.owner,
-        name=storage.name,
-        module=storage.module,
-        address=storage.address,
+        **asdict(storage),
         birth_event=birth_event,
         birth_s=0.0 if birth is None else birth.start_s,
         birth_operator="" if birth is None else birth.operator,

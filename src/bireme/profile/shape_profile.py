@@ -143,14 +143,16 @@ def _normed(shape: TransformerShape, learns: bool) -> float:
 
 def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
     h, q, k, heads = shape.width, shape.query_width, shape.key_width, shape.heads
-    is_eager = shape.family == "gemma2"
-    if shape.has_sinks:
-        return _sink_attention(shape, length, learns)
     kept = 2 * (q + 2 * k) + 2 * q if shape.has_biases else 8 * q
     kept += 6 * (q + k) + 4 * (heads + shape.shared_heads) if shape.norms_heads else 0
-    # Scores that are capped are matrices: in bfloat16 twice, in float32 once; else a kernel keeps their sums.
-    scores = 8 * heads * length if is_eager else 4 * heads + 2 * length
-    norms = 4 * h if shape.norm_values > 1 else 20 * h
+    # A kernel keeps the sums of scores. Scores that are capped are matrices: in bfloat16 twice, in float32
+    # once. So are those of transformers with sinks, which have a column for the sink.
+    scores, alive = 4 * heads + 2 * length, max(9 * q, 6 * length)
+    in_halves = max(4 * h if shape.norm_values > 1 else 20 * h, 18 * q if shape.norms_heads else 0)
+    if shape.family == "gemma2":
+        scores, alive, in_halves = 8 * heads * length, 5 * heads * length + 8 * h, 8 * heads * length
+    elif shape.has_sinks:
+        scores, alive, in_halves = heads * (2 * length + 10), 4 * heads * length, 4 * heads * length
     return _Half(
         "attention",
         shape.attention_maps,
@@ -158,25 +160,9 @@ def _attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
         normed=(4 if shape.num_norms > 1 else 1) * h + (q + k if shape.norms_heads else 0),
         products=4 * q * length,
         saved=_normed(shape, learns) + kept + scores,
-        alive=5 * heads * length + 8 * h if is_eager else max(9 * q, 6 * length),
-        in_halves=8 * heads * length if is_eager else max(norms, 18 * q if shape.norms_heads else 0),
+        alive=alive,
+        in_halves=in_halves,
         starts=29 if shape.norm_values > 1 else 57,
-    )
-
-
-def _sink_attention(shape: TransformerShape, length: int, learns: bool) -> _Half:
-    """Scores are matrices, as in transformers, with a column for the sink."""
-    h, q, heads = shape.width, shape.query_width, shape.heads
-    return _Half(
-        "attention",
-        shape.attention_maps,
-        shape.attention_parameters - _num_weights(shape.attention_maps),
-        normed=h,
-        products=4 * q * length,
-        saved=_normed(shape, learns) + 8 * q + heads * (2 * length + 10),
-        alive=4 * heads * length,
-        in_halves=4 * heads * length,
-        starts=57,
     )
 
 

@@ -160,7 +160,7 @@ class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         before = self.storages[live.block] if live is not None else None
         if before is not None:
             if before.num_bytes == num_bytes:
-                return before.block
+                return before.id
             self._died(key)  # it was resized, which is another allocation
         if num_bytes == 0:
             return None
@@ -170,7 +170,7 @@ class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._alive.add(block)
         address = None if storage.device.type == "meta" else storage.data_ptr()
         if before is not None:
-            self.storages[block] = replace(before, block=block, num_bytes=num_bytes, address=address)
+            self.storages[block] = replace(before, id=block, num_bytes=num_bytes, address=address)
         else:
             owner = Owner.WORKSPACE
             self.storages[block] = Storage(block, num_bytes, owner, module=self.module, address=address)

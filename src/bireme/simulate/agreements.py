@@ -10,7 +10,6 @@ from bireme.sync.coordinator.groups import (
     FIRST_WAIT_S,
     AveragingGroup,
     GroupEvent,
-    GroupMembers,
     GroupState,
     GroupSummed,
     Paces,
@@ -46,26 +45,13 @@ class Everyone(Agreement):
 
 
 class GroupsAgreement(Agreement):
-    """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules.
-
-    A dead replica is dropped after `noticed_s`. One that returns takes the weights of the others, which
-    takes `heal_s`, and goes on at the batch of the furthest.
-    """
+    """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules."""
 
     average_lag = 0
 
-    def __init__(
-        self,
-        settings: GroupSettings,
-        num_stages: int,
-        *,
-        noticed_s: float = 10.0,
-        heal_s: float = 0.0,
-    ) -> None:
+    def __init__(self, settings: GroupSettings, num_stages: int) -> None:
         self.settings = settings
         self.num_stages = num_stages
-        self.noticed_s = noticed_s
-        self.heal_s = heal_s
 
     def begin(self, run: Together) -> None:
         """Everybody is a member."""
@@ -74,44 +60,22 @@ class GroupsAgreement(Agreement):
         self.waits_s: dict[tuple[int, int], float] = {}
         self.paces = Paces()
         self.deadline_s: float | None = None
-        self.furthest = 0
 
     def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         """A rank asks the coordinator for its group."""
-        self.furthest = max(self.furthest, batch)
         wait_s = self.waits_s.setdefault((replica, stage), FIRST_WAIT_S)
         self.paces = self.paces.with_arrival(stage, replica, now_s)
         arrived = self.paces.arrived(stage, replica, batch, wait_s)
-        self.run.at(now_s + self.run.exchange.control_s, partial(self._happened, arrived))
+        self.run.at(now_s + self.run.exchange.control_s, partial(self.happened, arrived))
 
     def woke(self, now_s: float) -> None:
         """The wait of an opener may be over."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
             self.deadline_s = None
-            self._happened(None, now_s)
+            self.happened(None, now_s)
 
-    def died(self, replica: int, now_s: float) -> None:
-        """The coordinator hears of it, or its lease ends."""
-        self.paces = self.paces.without([replica])
-        self.run.at(now_s + self.noticed_s, partial(self._drop, replica))
-
-    def returned(self, replica: int, now_s: float) -> None:
-        """It takes the weights of the others, and is a member from then on."""
-        self._remove(replica, now_s)
-        self.run.at(now_s + self.heal_s, partial(self._join, replica))
-
-    def _drop(self, replica: int, now_s: float) -> None:
-        if not self.run.is_alive(replica):
-            self._remove(replica, now_s)
-
-    def _remove(self, replica: int, now_s: float) -> None:
-        self._happened(GroupMembers(self.state.members - {replica}), now_s)
-
-    def _join(self, replica: int, now_s: float) -> None:
-        self._happened(GroupMembers(self.state.members | {replica}), now_s)
-        self.run.start(replica, self.furthest + 1, now_s)
-
-    def _happened(self, event: GroupEvent, now_s: float) -> None:
+    def happened(self, event: GroupEvent, now_s: float) -> None:
+        """Take an event in, by the rules of the coordinator."""
         self.state, groups = groups_step(self.state, event, now_s)
         for group in groups:
             if group.is_settled:
@@ -124,16 +88,12 @@ class GroupsAgreement(Agreement):
             self.run.wake_at(max(deadline_s, now_s))
 
     def _exchange(self, group: AveragingGroup, now_s: float) -> None:
-        """All members hold the mean after the time that it takes, but for those who die meanwhile."""
+        """All members hold the mean after the time that it takes."""
         if len(group.members) > 1:
             at_s = now_s + self.run.exchange.seconds(len(group.members))
             for replica in group.replicas:
                 summed = GroupSummed(group.stage, replica, group.number, group.attempt)
-                self.run.at(at_s, partial(self._happened_to, summed))
-
-    def _happened_to(self, summed: GroupSummed, now_s: float) -> None:
-        if self.run.is_alive(summed.replica):
-            self._happened(summed, now_s)
+                self.run.at(at_s, partial(self.happened, summed))
 
     def _settled(self, group: AveragingGroup, now_s: float) -> None:
         for replica in group.replicas:

@@ -160,7 +160,10 @@ class Costs:
             return 0.0  # Posted or waited for; what it moves moves in parallel.
         parts = [ResourceSeconds(host=self.engine.instruction_s), self._work_s(step, on_host=on_host)]
         if takes_bytes is not None:
-            parts += [self.engine.taking_s(takes_bytes), ResourceSeconds(compute=self._decode_s(step))]
+            parts += [
+                self.engine.taking_s(takes_bytes),
+                ResourceSeconds(compute=self._coding_s(step, sends=False)),
+            ]
         speeds = self._speeds(rank)
         return sum(part.on(speeds) for part in parts)
 
@@ -198,7 +201,7 @@ class Costs:
                 return ResourceSeconds()
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 sending = engine.sending_s(self.boundary_bytes(step))
-                return replace(sending, compute=self._encode_s(step))
+                return replace(sending, compute=self._coding_s(step, sends=True))
             case _:
                 return ResourceSeconds(host=engine.receive_s)
         return ResourceSeconds(compute=table[stage])
@@ -233,18 +236,12 @@ class Costs:
     def _codec(self, boundary: int) -> CodecCost:
         return self.codecs[boundary] if boundary < len(self.codecs) else AS_IT_IS
 
-    def _encode_s(self, step: Instruction) -> float:
-        """For how long a rank is busy to encode what it sends."""
-        forward = step.kind is Kind.SEND_FORWARD
-        codec = self._codec(step.stage if forward else step.stage - 1)
-        whole_s = codec.encode_forward_s if forward else codec.encode_backward_s
-        return whole_s * (1.0 if step.half is None else 0.5)
-
-    def _decode_s(self, step: Instruction) -> float:
-        """For how long a rank is busy to decode the message that an instruction uses."""
-        forward = step.kind is Kind.FORWARD
-        codec = self._codec(step.stage - 1 if forward else step.stage)
-        whole_s = codec.decode_forward_s if forward else codec.decode_backward_s
+    def _coding_s(self, step: Instruction, *, sends: bool) -> float:
+        """For how long a rank is busy to encode what it sends, or to decode the message that it uses."""
+        forward = step.kind in (Kind.SEND_FORWARD, Kind.FORWARD)
+        codec = self._codec(step.stage if forward is sends else step.stage - 1)
+        work, way = "encode" if sends else "decode", "forward" if forward else "backward"
+        whole_s: float = getattr(codec, f"{work}_{way}_s")
         return whole_s * (1.0 if step.half is None else 0.5)
 
     def sizes(self) -> Sizes:

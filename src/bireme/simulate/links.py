@@ -191,24 +191,13 @@ class Links:
 
     def network(self, program: Program) -> Network:
         """The network that joins a program's ranks."""
-        per_server = self.ranks_per_server
-        pairs, is_far = pairs_that_talk(program), program.num_ranks > (per_server or 1)
-        agree_s = 2 * self.latency_s if is_far else 0.0
-        if per_server is None:
-            network = Network.dedicated(
-                pairs,
-                bytes_per_s=self.bytes_per_s,
-                latency_s=self.latency_s,
-                full_duplex=self.full_duplex,
-                overlap=self.overlap,
-            )
-        else:
-            network = Network.servers(
-                [rank // per_server for rank in range(program.num_ranks)],
-                pairs,
-                card_bytes_per_s=self.bytes_per_s,
-                card_latency_s=self.latency_s,
-                full_duplex=self.full_duplex,
-                card_overlap=self.overlap,
-            )
-        return replace(network, agree_s=agree_s)
+        per_server, num_ranks = self.ranks_per_server, program.num_ranks
+        network = Network.dedicated(
+            pairs_that_talk(program),
+            bytes_per_s=self.bytes_per_s,
+            latency_s=self.latency_s,
+            full_duplex=self.full_duplex,
+            overlap=self.overlap,
+            servers=[rank // per_server for rank in range(num_ranks)] if per_server else (),
+        )
+        return replace(network, agree_s=2 * self.latency_s if num_ranks > (per_server or 1) else 0.0)

@@ -17,7 +17,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bireme.cluster.cluster import Link, Overlap
 from bireme.errors import BiremeError
@@ -91,50 +91,33 @@ class Network:
         latency_s: float = 0.0,
         full_duplex: bool = True,
         overlap: Overlap = Overlap.FULL,
+        servers: Sequence[int] = (),
     ) -> "Network":
-        """A cable of its own for each two ranks that talk."""
-        wires: list[Wire] = []
-        number: dict[tuple[int, int], int] = {}
-        paths = {}
-        for source, destination in sorted(set(pairs)):
-            one_way = full_duplex or source < destination
-            cable = (source, destination) if one_way else (destination, source)
-            if cable not in number:
-                number[cable] = len(wires)
-                arrow = "→" if full_duplex else "↔"
-                wires.append(Wire(f"{cable[0]} {arrow} {cable[1]}", bytes_per_s))
-            paths[source, destination] = Path((number[cable],), latency_s, overlap)
-        return Network(tuple(wires), paths)
-
-    @staticmethod
-    def servers(
-        server_of_rank: Sequence[int],
-        pairs: Iterable[tuple[int, int]],
-        *,
-        card_bytes_per_s: float = math.inf,
-        card_latency_s: float = 0.0,
-        full_duplex: bool = True,
-        card_overlap: Overlap = Overlap.FULL,
-    ) -> "Network":
-        """Servers with one network card each: ranks of a server share it to talk to other servers.
-
-        Inside a server messages take no time.
+        """A cable of its own for each two ranks that talk. With `servers`, that of each rank, all ranks of a
+        server share its network card to talk to other servers, and inside a server messages take no time.
         """
-        pairs = sorted(set(pairs))
-        inside = [(a, b) for a, b in pairs if server_of_rank[a] == server_of_rank[b]]
-        local = Network.dedicated(inside, full_duplex=full_duplex)
-        wires, paths = list(local.wires), dict(local.paths)
-        out, into = {}, {}
-        for server in sorted(set(server_of_rank)):
-            out[server] = into[server] = len(wires)
-            wires.append(Wire(f"card of server {server}" + (" out" if full_duplex else ""), card_bytes_per_s))
-            if full_duplex:
-                into[server] = len(wires)
-                wires.append(Wire(f"card of server {server} in", card_bytes_per_s))
-        for a, b in pairs:
-            if (a, b) not in paths:
-                route = dict.fromkeys((out[server_of_rank[a]], into[server_of_rank[b]]))
-                paths[a, b] = Path(tuple(route), card_latency_s, card_overlap)
+        wires: list[Wire] = []
+        number: dict[str, int] = {}
+        paths = {}
+
+        def path(names: Iterable[str], rate: float, *late: Any) -> Path:
+            for name in names:
+                if name not in number:
+                    number[name] = len(wires)
+                    wires.append(Wire(name, rate))
+            return Path(tuple(dict.fromkeys(number[name] for name in names)), *late)
+
+        far = [(a, b) for a, b in sorted(set(pairs)) if servers and servers[a] != servers[b]]
+        for a, b in sorted(set(pairs).difference(far)):
+            cable = f"{a} → {b}" if full_duplex else f"{min(a, b)} ↔ {max(a, b)}"
+            late = () if servers else (latency_s, overlap)
+            paths[a, b] = path([cable], math.inf if servers else bytes_per_s, *late)
+        out, into = (" out", " in") if full_duplex else ("", "")
+        for server in sorted(set(servers)):
+            path([f"card of server {server}{end}" for end in (out, into)], bytes_per_s)
+        for a, b in far:
+            cards = [f"card of server {servers[a]}{out}", f"card of server {servers[b]}{into}"]
+            paths[a, b] = path(cards, bytes_per_s, latency_s, overlap)
         return Network(tuple(wires), paths)
 
     def seconds(self, path: Path, num_bytes: float) -> float:

@@ -12,8 +12,8 @@ replica trains of a batch. It hears of everything in the order of time, so a rea
                            ▲                   ▲
     replica 1:      F B F B REDUCE · UPDATE  AVERAGE_START … AVERAGE_END
 
-Speeds may change, replicas may be killed and begin again. Chance is drawn for each rank by itself, so one
-seed gives the same draws whatever the agreement. Links between replicas are not shared.
+Replicas may begin again. Chance is drawn for each rank by itself, so one seed gives the same draws whatever
+the agreement. Links between replicas are not shared.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -36,42 +36,20 @@ _FORWARD_TICKS = frozenset({Kind.FORWARD, Kind.RECOMPUTE})
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How slow a replica is: each pair of `slowness` says from when on it takes how many times as long.
-
-    `held_s` is for how long a forward or backward is held up, with the probability `held_chance`. With a
-    `deviation` each takes longer or shorter, by that standard deviation as a share of its time.
+    """With a `deviation` each forward or backward of a replica takes longer or shorter, by that standard
+    deviation as a share of its time.
     """
 
-    slowness: tuple[tuple[float, float], ...] = ()
-    held_s: float = 0.0
-    held_chance: float = 0.0
     deviation: float = 0.0
-
-    def __post_init__(self) -> None:
-        for _, times in self.slowness:
-            if times <= 0:
-                raise BiremeError(f"slowness has the value {times}; it must be greater than 0.")
-        if self.held_s < 0 or not 0 <= self.held_chance <= 1:
-            raise BiremeError(
-                f"held_s is {self.held_s} and held_chance {self.held_chance}; seconds must be 0 or more, and "
-                "a chance between 0 and 1."
-            )
 
     def slowness_at(self, now_s: float) -> float:
         """How many times as long everything takes."""
-        found = 1.0
-        for begin_s, times in self.slowness:
-            if now_s >= begin_s:
-                found = times
-        return found
+        return 1.0
 
     def seconds(self, work_s: float, now_s: float, random: Random) -> float:
         """How long a computation takes that begins now."""
         times = self.slowness_at(now_s)
-        if self.deviation:
-            times *= max(random.gauss(1.0, self.deviation), 0.0)
-        held_s = self.held_s if self.held_chance and random.random() < self.held_chance else 0.0
-        return work_s * times + held_s
+        return work_s * (times * max(random.gauss(1.0, self.deviation), 0.0) if self.deviation else times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +94,6 @@ class Exchange:
             return self.latency_s + self.num_bytes / self.bytes_per_s
         part_s = self.num_bytes / num_members / self.bytes_per_s
         return 2 * (num_members - 1) * (self.latency_s + part_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """A replica dies at a moment. Its launcher has it running again `back_s` later, without any weights."""
-
-    replica: int
-    at_s: float
-    back_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +160,8 @@ class Agreement:
         for replica in range(run.num_replicas):
             run.start(replica, 0, 0.0)
 
-    def share(self, replica: int, batch: int) -> int | None:
-        """How many samples a replica trains of a batch; None if it has to wait for `Together.deal`."""
+    def share(self, replica: int, batch: int) -> int:
+        """How many samples a replica trains of a batch."""
         return self.run.equal_share
 
     def contributed(self, replica: int, batch: int, now_s: float) -> None:
@@ -203,12 +172,6 @@ class Agreement:
     def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         """A rank has come to AVERAGE_START."""
         self.run.complete(stage, {replica: batch}, now_s)
-
-    def died(self, replica: int, now_s: float) -> None:
-        """A replica was killed; nobody has noticed yet."""
-
-    def returned(self, replica: int, now_s: float) -> None:
-        """A replica runs again, without weights."""
 
     def woke(self, now_s: float) -> None:
         """A moment has come that was asked for."""
@@ -224,7 +187,7 @@ class _Pipeline:
         self.current = [next(rest, None) for rest in self.rest]
         self.now_s = [begin_s] * program.num_ranks
         self.ready: dict[Hashable, float] = {}
-        """What is there, and since when: messages, updates that may be made, averages, shares."""
+        """What is there, and since when: messages, updates that may be made, averages."""
         self.waiting: dict[Hashable, list[int]] = {}
         self.reduced: dict[int, list[float]] = {}
         self.busy_s: dict[int, list[float]] = {}
@@ -243,7 +206,6 @@ class Together:
         exchange: Exchange,
         *,
         batch_size: int,
-        kills: Sequence[Kill] = (),
         seed: int = 0,
     ) -> None:
         self.make = make
@@ -266,8 +228,6 @@ class Together:
         self.agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self.num_events = 0
         self.result = Ran(0.0)
-        for kill in kills:
-            self.at(kill.at_s, partial(self._kill, kill))
 
     def until(self, until_s: float, num_batches: int) -> Ran:
         """Run so long. `num_batches` is more than any replica trains meanwhile."""
@@ -297,10 +257,6 @@ class Together:
         for rank in range(pipeline.program.num_ranks):
             self.at(at_s, partial(self._run, pipeline, rank))
 
-    def deal(self, replica: int, batch: int, now_s: float) -> None:
-        """The share that a replica waits for is known."""
-        self._set(replica, ("share", batch), now_s)
-
     def update(self, replica: int, batch: int, at_s: float) -> None:
         """From then on a replica may update a batch."""
         self._set(replica, ("update", batch), at_s)
@@ -325,11 +281,6 @@ class Together:
         return replica in self.pipelines
 
     # How replicas go on.
-
-    def _kill(self, kill: Kill, now_s: float) -> None:
-        if self.pipelines.pop(kill.replica, None) is not None:
-            self.agreement.died(kill.replica, now_s)
-            self.at(now_s + kill.back_s, partial(self.agreement.returned, kill.replica))
 
     def _set(self, replica: int, key: Hashable, at_s: float) -> None:
         pipeline = self.pipelines.get(replica)
@@ -359,23 +310,18 @@ class Together:
         """What must be there before a rank can go on with a step."""
         if step.kind in COMPUTE:
             message = step.needs(pipeline.program.num_stages)
-            if message is not None:
-                return ("message", message)
-            return ("share", step.batch) if self._waits_for_share(pipeline, step) else None
+            return None if message is None else ("message", message)
         if step.kind is Kind.UPDATE:
             return ("update", step.batch)
         if step.kind is Kind.AVERAGE_END:
             return ("average", step.stage, step.batch)
         return None
 
-    def _waits_for_share(self, pipeline: _Pipeline, step: Instruction) -> bool:
-        return step.kind is Kind.FORWARD and self.agreement.share(pipeline.replica, step.batch) is None
-
     def _done(self, pipeline: _Pipeline, rank: int, step: Instruction, now_s: float) -> float:
         """Do a step from now on; when it is done."""
         replica = pipeline.replica
         if step.kind in COMPUTE:
-            samples = self.agreement.share(replica, step.batch) or 0
+            samples = self.agreement.share(replica, step.batch)
             work_s = self.work.seconds(step, samples / pipeline.program.num_microbatches)
             if samples:
                 busy_s = self.speeds[replica].seconds(work_s, now_s, self._random(replica, rank))
