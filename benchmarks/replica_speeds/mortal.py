@@ -1,16 +1,14 @@
 """Replicas whose speed changes, that are held up by chance, or die and return, on the simulator's clock."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
 from bireme.errors import BiremeError
-from bireme.schedule.program import Program
 from bireme.simulate.agreements import GroupsAgreement
-from bireme.simulate.together import Agreement, Exchange, SampleWork, Speed, Together
+from bireme.simulate.together import Agreement, Speed, Together
 from bireme.sync.coordinator.groups import GroupEvent, GroupMembers, GroupSummed
-from bireme.sync.coordinator.samples import GroupSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +63,17 @@ class SurvivingAgreement(Agreement):
         """A replica runs again, without weights."""
 
 
+@dataclass(eq=False)
 class MortalReplicas(Together):
     """Replicas of which some are killed."""
 
-    def __init__(
-        self,
-        make: Callable[[int, int], Program],
-        work: SampleWork,
-        speeds: Sequence[Speed],
-        agreement: Agreement,
-        exchange: Exchange,
-        *,
-        batch_size: int,
-        kills: Sequence[Kill] = (),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(make, work, speeds, agreement, exchange, batch_size=batch_size, seed=seed)
-        for kill in kills:
-            assert isinstance(agreement, SurvivingAgreement), "the others hear of no death"
-            self.at(kill.at_s, partial(self._kill, kill, agreement))
+    kills: Sequence[Kill] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kill in self.kills:
+            assert isinstance(self.agreement, SurvivingAgreement), "the others hear of no death"
+            self.at(kill.at_s, partial(self._kill, kill, self.agreement))
 
     def _kill(self, kill: Kill, agreement: SurvivingAgreement, now_s: float) -> None:
         if self.pipelines.pop(kill.replica, None) is not None:
@@ -91,16 +81,15 @@ class MortalReplicas(Together):
             self.at(now_s + kill.back_s, partial(agreement.returned, kill.replica))
 
 
+@dataclass(eq=False)
 class SurvivingGroups(GroupsAgreement, SurvivingAgreement):
     """`groups` of replicas that may die. A dead one is dropped after `noticed_s`. One that returns takes the
     weights of the others, which takes `heal_s`, and goes on at the batch of the furthest.
     """
 
-    def __init__(
-        self, settings: GroupSettings, num_stages: int, *, noticed_s: float = 10.0, heal_s: float = 0.0
-    ) -> None:
-        super().__init__(settings, num_stages)
-        self.noticed_s, self.heal_s, self.furthest = noticed_s, heal_s, 0
+    noticed_s: float = field(default=10.0, kw_only=True)
+    heal_s: float = field(default=0.0, kw_only=True)
+    furthest: int = field(default=0, init=False)
 
     def offered(self, replica: int, stage: int, batch: int, now_s: float) -> None:
         self.furthest = max(self.furthest, batch)

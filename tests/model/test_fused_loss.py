@@ -17,7 +17,7 @@ from bireme.cluster.catalogue import device_named
 from bireme.errors import BiremeError
 from bireme.model.capture import Captures, capture
 from bireme.model.counting import count_of
-from bireme.model.fused_loss import FUSED, MEAN, Fusion, fused, fused_work, keeps_logits, rows_at_once
+from bireme.model.fused_loss import FUSED, MEAN, Fusion, fused, keeps_all_logits, keeps_logits, rows_at_once
 from bireme.model.fused_operator import linear_cross_entropy
 from bireme.model.graph import Graph, learned_values
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
@@ -144,8 +144,8 @@ def test_losses_and_gradients_are_those_of_the_models_own_operators(tail: Tail, 
 def test_both_ways_to_keep_a_gradient_are_tried() -> None:
     _, _, graph = both(Tail())
     (operator,) = (one for one in graph.operators if one.target == FUSED)
-    assert fused_work(graph, operator, FEW).keeps_logits
-    assert not fused_work(graph, operator, MANY).keeps_logits
+    assert keeps_all_logits(graph, operator, FEW)
+    assert not keeps_all_logits(graph, operator, MANY)
     assert rows_at_once(MANY * (LENGTH - 1), WIDTH) < MANY * (LENGTH - 1)
 
 
@@ -158,7 +158,7 @@ def test_a_weight_that_does_not_learn_leaves_the_gradient_of_the_hidden_states_a
     of_buffer = fused(capture(model, samples(FEW)), asked=True).graph
     for graph in (of_buffer, both(Tail(frozen=True))[2]):
         operator = next(one for one in graph.operators if one.target == FUSED)
-        assert not fused_work(graph, operator, FEW).keeps_logits
+        assert not keeps_all_logits(graph, operator, FEW)
         cost = profile(graph, device_named("laptop"), [FEW], use_cache=False).units[-1].costs[0]
         assert cost.saved_bytes < FEW * (LENGTH - 1) * CLASSES * 8
 

@@ -12,12 +12,13 @@ from bireme.schedule.checker import check
 from bireme.schedule.grid import ascii_picture
 from bireme.schedule.instruction import AVERAGES, Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
-from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
+from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.costs import Costs
 from bireme.simulate.simulator import simulate
 from tests.support.averaging_replicas import in_a_loop, interpreted
 from tests.support.extent import several
+from tests.support.granted_meetings import granted
 
 SCHEDULES = ("1f1b", "2bw", "2bw-fresh")
 
@@ -196,8 +197,8 @@ def test_what_updates_after_every_micro_batch_cannot_be_averaged() -> None:
 def test_groups_that_name_who_is_not_there_wait_in_a_circle() -> None:
     """Stage 0 pairs A's first batch with B's second, stage 1 the other way round."""
     program = program_of("1f1b", 2, 2, 2)
-    grants = [AverageGrant(0, {0: 0, 1: 1}), AverageGrant(1, {0: 1, 1: 0})]
-    stuck = run_to_end(program, synchronous_sends=False, num_replicas=2, grants=grants)
+    meetings = granted(2, [(0, {0: 0, 1: 1}), (1, {0: 1, 1: 0})])
+    stuck = run_to_end(program, synchronous_sends=False, meetings=meetings)
     assert stuck is not None
     assert len(stuck.cycle) >= 2
     assert "AVERAGE_END of batch 0" in stuck.waits[stuck.cycle[0]]

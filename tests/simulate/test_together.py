@@ -10,7 +10,7 @@ from benchmarks.replica_speeds.mortal import Kill, MortalReplicas, SurvivingGrou
 from bireme.errors import BiremeError
 from bireme.schedule.catalogue import generate
 from bireme.schedule.program import Program
-from bireme.schedule.proofs.deadlock import AverageGrant, run_to_end
+from bireme.schedule.proofs.deadlock import run_to_end
 from bireme.schedule.weave import UpdateTiming
 from bireme.simulate.agreements import DilocoRounds, Everyone
 from bireme.simulate.costs import Costs
@@ -18,6 +18,7 @@ from bireme.simulate.simulator import simulate
 from bireme.simulate.together import Agreement, Exchange, Ran, SampleWork, Speed, Together
 from bireme.sync.coordinator.samples import GroupSettings
 from tests.support.extent import draws
+from tests.support.granted_meetings import granted
 
 BATCH_S, SHARE, STAGES = 0.1, 8, 2
 MODES: dict[str, Callable[[], Agreement]] = {
@@ -109,13 +110,13 @@ def test_whatever_groups_were_granted_no_program_waits_in_a_circle(schedule: str
     """And each rank is in just one group after each of its batches."""
     speeds: list[Speed] = [UnevenSpeed(held_s=0.3, held_chance=0.1), *slower(3.0, 3)]
     found = ran(MODES["groups"](), speeds, 8.0, schedule)
-    grants = [AverageGrant(one.stage, one.members) for one in found.averages]
+    meetings = granted(4, [(one.stage, one.members) for one in found.averages])
     places = [(one.stage, *place) for one in found.averages for place in one.members.items()]
     assert len(set(places)) == len(places) > 200
     assert {len(one.members) for one in found.averages} >= {1, 4}
     num_batches = max(batch for _, _, batch in places) + 1
     program = program_of(schedule, 0, num_batches)
-    assert run_to_end(program, synchronous_sends=True, num_replicas=4, grants=grants) is None
+    assert run_to_end(program, synchronous_sends=True, meetings=meetings) is None
 
 
 def test_the_same_seed_gives_every_mode_the_same_chance() -> None:

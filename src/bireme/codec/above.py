@@ -184,6 +184,7 @@ _MOST_SPANS = 16
 _SCALE_BYTES = 2
 
 
+@dataclass(frozen=True, slots=True)
 class TopKAbove:
     """Sends the entries from a threshold on, in `bits` (4 or 8) and blocks of 32 that share a scale.
 
@@ -191,15 +192,14 @@ class TopKAbove:
     send `DENSITY_SLACK` times more or fewer than asked for, that message gets one of its own.
     """
 
-    def __init__(self, share: float, bits: int, life: int = 1) -> None:
-        self.life = life
-        self._share = share
-        self._bits = bits
+    share: float
+    bits: int
+    life: int = 1
 
     @property
     def word(self) -> str:
         """What thresholds are for: others have others."""
-        return f"topk:{self._share:g}:{self._bits}:{self.life}"
+        return f"topk:{self.share:g}:{self.bits}:{self.life}"
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """The most that a tensor of that shape takes."""
@@ -235,10 +235,10 @@ class TopKAbove:
 
     def back(self, mask: Tensor) -> "_KeptAbove":
         """The codec of the gradient of a tensor that was sent with this mask."""
-        return _KeptAbove(mask, self._share, self._bits)
+        return _KeptAbove(mask, self.share, self.bits)
 
     def _wanted(self, num_entries: int) -> int:
-        return max(1, round(self._share * num_entries))
+        return max(1, round(self.share * num_entries))
 
     def _chosen(self, flat: Tensor, threshold: Tensor) -> Tensor:
         sizes, wanted = as_magnitudes(flat), self._wanted(flat.numel())
@@ -258,10 +258,10 @@ class TopKAbove:
 class _KeptAbove(OfMask):
     """Sends the entries of a mask of `TopKAbove`."""
 
-    _bits: int
+    bits: int
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return blocks_bytes(most_above(prod(shape), self._share), self._bits)
+        return blocks_bytes(most_above(prod(shape), self.share), self.bits)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         flat = tensor.detach().reshape(-1)
@@ -269,20 +269,20 @@ class _KeptAbove(OfMask):
         if flat.is_cpu:
             values = selected(flat, mask, int(np.count_nonzero(mask.numpy())))
         else:
-            places = places_first(mask, most_above(flat.numel(), self._share))
+            places = places_first(mask, most_above(flat.numel(), self.share))
             values = torch.where(mask.take(places), flat.take(places), 0)
-        return BlockCodec(self._bits).encode(values, out, seed=seed)
+        return BlockCodec(self.bits).encode(values, out, seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         mask = self._as_bools(shape)
         # How many blocks there are follows from the bytes: a scale and the codes of each, and a little to
         # align the codes.
-        num_blocks = message.numel() // (_SCALE_BYTES + self._bits * BLOCK // 8)
+        num_blocks = message.numel() // (_SCALE_BYTES + self.bits * BLOCK // 8)
         num_sent = min(num_blocks * BLOCK, mask.numel())
-        values = BlockCodec(self._bits).decode(message, (num_sent,), dtype)
+        values = BlockCodec(self.bits).decode(message, (num_sent,), dtype)
         if mask.is_cpu:
             num_set = int(np.count_nonzero(mask.numpy()))
-            check_length(message, blocks_bytes(num_set, self._bits))
+            check_length(message, blocks_bytes(num_set, self.bits))
             return spread(values[:num_set], mask)
         places = places_first(mask.view(-1), num_sent)
         whole = torch.zeros(shape, dtype=dtype, device=message.device)

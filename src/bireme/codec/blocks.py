@@ -14,6 +14,7 @@ is exact: the same message becomes the same bits on every machine.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import prod
 
@@ -51,6 +52,7 @@ _LOOP_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 CPU, _NO_FLOATS = torch.device("cpu"), np.empty(0, np.float32)
 
 
+@dataclass(eq=False)
 class BlockCodec:
     """Rounds values to `bits` (1 to 8) in blocks of `block` values that share a scale.
 
@@ -60,27 +62,26 @@ class BlockCodec:
     Tensors may have any shape; a last block that is not full is filled with zeros.
     """
 
-    def __init__(
-        self, bits: int, *, block: int = BLOCK, is_rotated: bool = False, is_stochastic: bool = False
-    ) -> None:
-        assert 1 <= bits <= 8
-        assert not is_rotated or block & (block - 1) == 0
-        self._bits = bits
-        self._block = block
-        self._is_rotated = is_rotated
-        self._is_stochastic = is_stochastic
-        half = 2.0 ** (bits - 1)
-        self._centre = half - (1 if bits == 8 else 0.5)
+    bits: int
+    block: int = field(default=BLOCK, kw_only=True)
+    is_rotated: bool = field(default=False, kw_only=True)
+    is_stochastic: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.bits <= 8
+        assert not self.is_rotated or self.block & (self.block - 1) == 0
+        half = 2.0 ** (self.bits - 1)
+        self._centre = half - (1 if self.bits == 8 else 0.5)
         """The code of zero; with fewer bits it is between two codes."""
         # Drawn, a value may go to the code above or below, so the last code is at the largest value.
-        self._reach = self._centre if bits == 8 or is_stochastic else half
+        self._reach = self._centre if self.bits == 8 or self.is_stochastic else half
         """The largest value of a block, in steps between codes."""
-        self._offset = self._centre if is_stochastic else self._centre + 0.5
+        self._offset = self._centre if self.is_stochastic else self._centre + 0.5
         """What is added before codes are cut to whole numbers, so that they are the nearest."""
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape takes."""
-        return blocks_bytes(prod(shape), self._bits, self._block)
+        return blocks_bytes(prod(shape), self.bits, self.block)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write scales and codes. A NaN or an infinite value makes its whole block NaN."""
@@ -95,48 +96,48 @@ class BlockCodec:
 
     def _encode_parts(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
         """Write scales and codes by operations of torch."""
-        if self._bits == 8:
+        if self.bits == 8:
             codes = packed
         else:
-            codes = torch.zeros(8 * packed.numel() // self._bits, dtype=torch.uint8, device=flat.device)
+            codes = torch.zeros(8 * packed.numel() // self.bits, dtype=torch.uint8, device=flat.device)
         room: Tensor | None = None
         for begin, end in self._parts(flat):
             rows = self._rows(flat, begin, end)
             # One piece of memory for what is in between: to ask for it again takes longer than to fill it.
             room = torch.empty(2, *rows.shape, device=rows.device) if room is None else room
             rotated, scratch = room[:, : len(rows)]
-            if self._is_rotated:
+            if self.is_rotated:
                 rows = _rotated(rows, out=rotated)
-            into = codes[begin * self._block : end * self._block].view(-1, self._block)
+            into = codes[begin * self.block : end * self.block].view(-1, self.block)
             shares = self._note_scales(torch.abs(rows, out=scratch).amax(1), scales[begin:end])
             torch.mul(rows, shares, out=scratch)
-            if self._is_stochastic:
+            if self.is_stochastic:
                 scratch += noise(rows.numel(), scattered(seed) + begin, rows.device).view(rows.shape)
             # Cut to whole numbers, which rounds to the nearest, or to one of its two neighbors.
             scratch += self._offset
-            if self._bits == 8:  # by way of what torch converts to fastest
+            if self.bits == 8:  # by way of what torch converts to fastest
                 into.copy_(rotated.view(torch.int32).copy_(scratch))
             else:
                 into.view(torch.int8).copy_(scratch)
         if codes is not packed:
-            pack_codes(codes, self._bits, packed)
+            pack_codes(codes, self.bits, packed)
 
     def _encode_compiled(self, flat: Tensor, scales: Tensor, packed: Tensor, seed: int) -> None:
         """Write the same by loops that numba compiles."""
         from bireme.codec import loops
 
         given = flat if flat.dtype in _LOOP_INTEGERS else flat.float()
-        missing = len(scales) * self._block - len(given)
+        missing = len(scales) * self.block - len(given)
         if missing:
             given = functional.pad(given, (0, missing))
         starts = [
-            noise_start(scattered(seed) + begin) for begin, _ in self._parts(flat) if self._is_stochastic
+            noise_start(scattered(seed) + begin) for begin, _ in self._parts(flat) if self.is_stochastic
         ]
         written = torch.empty(len(scales))
         loops.encode_blocks(
             given.view(_LOOP_INTEGERS[given.dtype]).numpy(),
-            self._block,
-            self._bits,
+            self.block,
+            self.bits,
             self._signs(),
             np.float32(_MARGIN / self._reach),
             np.float32(self._offset),
@@ -154,11 +155,11 @@ class BlockCodec:
         count = prod(shape)
         check_length(message, self.most_bytes(shape, dtype))
         scales, packed = self._parts_of(message, count)
-        is_full = count == len(scales) * self._block
+        is_full = count == len(scales) * self.block
         if out is not None and is_full:
-            whole = out.view(-1, self._block)
+            whole = out.view(-1, self.block)
         else:
-            whole = torch.empty(len(scales), self._block, dtype=dtype, device=message.device)
+            whole = torch.empty(len(scales), self.block, dtype=dtype, device=message.device)
         if dtype in _LOOP_INTEGERS and self._is_compiled(whole):
             self._decode_compiled(packed, scales, whole.view(-1))
         else:
@@ -168,25 +169,25 @@ class BlockCodec:
 
     def _decode_parts(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
         """Write the values by operations of torch."""
-        codes = unpack_codes(packed, self._bits)
+        codes = unpack_codes(packed, self.bits)
         for begin, end in self._parts(whole):
-            steps = codes[begin * self._block : end * self._block].view(-1, self._block).float()
+            steps = codes[begin * self.block : end * self.block].view(-1, self.block).float()
             steps -= self._centre
             scale = scales[begin:end].float().view(-1, 1)
-            if self._is_rotated:
+            if self.is_rotated:
                 steps = _rotated(steps)
-                scale = scale / self._block
+                scale = scale / self.block
             torch.mul(steps, scale, out=whole[begin:end])
 
     def _decode_compiled(self, packed: Tensor, scales: Tensor, whole: Tensor) -> None:
         """Write the same by loops that numba compiles."""
         from bireme.codec import loops
 
-        scale = scales.float() / self._block if self._is_rotated else scales.float()
+        scale = scales.float() / self.block if self.is_rotated else scales.float()
         loops.decode_blocks(
             packed.numpy(),
-            self._block,
-            self._bits,
+            self.block,
+            self.bits,
             self._signs(),
             np.float32(self._centre),
             scale.numpy(),
@@ -197,33 +198,33 @@ class BlockCodec:
         """Whether loops do the same as torch's operations, and faster."""
         if not tensor.is_cpu or not pays_off(tensor.numel()):
             return False
-        return not self._is_rotated or (self._block == BLOCK and _rotates_alike())
+        return not self.is_rotated or (self.block == BLOCK and _rotates_alike())
 
     def _signs(self) -> np.ndarray:
         """What loops rotate by; nothing where they do not."""
-        return _hadamard(BLOCK, CPU).view(-1).numpy() if self._is_rotated else _NO_FLOATS
+        return _hadamard(BLOCK, CPU).view(-1).numpy() if self.is_rotated else _NO_FLOATS
 
     def _parts_of(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The scales of a message and its packed codes, as views."""
-        num_blocks = -(-count // self._block)
+        num_blocks = -(-count // self.block)
         scales = message[: 2 * num_blocks].view(torch.bfloat16)
         return scales, message[aligned(2 * num_blocks) : self.most_bytes((count,), torch.float32)]
 
     def _parts(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         """The blocks to work on at a time: on a CPU what fits into a cache."""
-        num_blocks = -(-tensor.numel() // self._block)
-        most = max(1, PART_VALUES // self._block)
-        step = most if tensor.is_cpu or self._is_stochastic else max(num_blocks, 1)
+        num_blocks = -(-tensor.numel() // self.block)
+        most = max(1, PART_VALUES // self.block)
+        step = most if tensor.is_cpu or self.is_stochastic else max(num_blocks, 1)
         for begin in range(0, num_blocks, step):
             yield begin, min(begin + step, num_blocks)
 
     def _rows(self, flat: Tensor, begin: int, end: int) -> Tensor:
         """Blocks as rows, in float32."""
-        values = flat[begin * self._block : end * self._block].float()
-        missing = (end - begin) * self._block - values.numel()
+        values = flat[begin * self.block : end * self.block].float()
+        missing = (end - begin) * self.block - values.numel()
         if missing:
             values = functional.pad(values, (0, missing))
-        return values.view(-1, self._block)
+        return values.view(-1, self.block)
 
     def _note_scales(self, largest: Tensor, scales: Tensor) -> Tensor:
         """Write what a step between codes is worth, block by block; gives how many steps one is.

@@ -6,6 +6,7 @@ too, so the gradient is sent for the same entries, without their places (`KeptEn
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from types import ModuleType
 
@@ -254,6 +255,7 @@ def _numbers(num: int, like: Tensor) -> Tensor:
     return torch.arange(num, device=like.device)
 
 
+@dataclass(frozen=True, slots=True)
 class TopK:
     """Sends the share `share` of every row (last axis) that is largest by magnitude, exactly so many a row.
 
@@ -261,27 +263,26 @@ class TopK:
     few are kept; or none: the tensor's own type. A NaN counts as larger than any number.
     """
 
-    def __init__(self, share: float, bits: int | None = None) -> None:
-        self._share = share
-        self._bits = bits
+    share: float
+    bits: int | None = None
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what a tensor of that shape and type takes."""
-        return self._place_bytes(shape) + _values_bytes(self._share, self._bits, shape, dtype)
+        return self._place_bytes(shape) + _values_bytes(self.share, self.bits, shape, dtype)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write places and values; nothing is drawn."""
         shape = tuple(tensor.shape)
         check_given(tensor, out, self.most_bytes(shape, tensor.dtype))
         rows = tensor.detach().reshape(-1, _width(shape))
-        kept, begin = kept_of_row(rows.shape[1], self._share), self._place_bytes(shape)
+        kept, begin = kept_of_row(rows.shape[1], self.share), self._place_bytes(shape)
         if begin == mask_bytes(rows.numel()):
             values = _take_largest(rows, kept, out[:begin])
         else:
             mask = torch.empty(mask_bytes(rows.numel()), dtype=torch.uint8, device=rows.device)
             values = _take_largest(rows, kept, mask)
             write_places(mask, rows.numel(), values.numel(), out[:begin])
-        return begin + _codec(self._bits, kept).encode(values, out[begin:], seed=seed)
+        return begin + _codec(self.bits, kept).encode(values, out[begin:], seed=seed)
 
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor, with zeros where nothing was kept."""
@@ -292,29 +293,29 @@ class TopK:
     def mask_of(self, message: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Which entries a message holds: one bit an entry."""
         check_length(message, self._place_bytes(shape))
-        return read_places(message, prod(shape), num_kept(prod(shape), _width(shape), self._share))
+        return read_places(message, prod(shape), num_kept(prod(shape), _width(shape), self.share))
 
     def _place_bytes(self, shape: tuple[int, ...]) -> int:
-        return place_bytes(prod(shape), num_kept(prod(shape), _width(shape), self._share))
+        return place_bytes(prod(shape), num_kept(prod(shape), _width(shape), self.share))
 
     def back(self, mask: Tensor) -> "KeptEntries":
         """The codec of the gradient of a tensor that was sent with this mask."""
-        return KeptEntries(mask, self._share, self._bits)
+        return KeptEntries(mask, self.share, self.bits)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OfMask:
     """A codec of the entries of a mask that both ends know; the others arrive as zeros.
 
     `mask` is of bools, or of bits as in a message; `share` and `bits` are those of the codec that made it.
     """
 
-    def __init__(self, mask: Tensor, share: float, bits: int | None = None) -> None:
-        self._mask = mask
-        self._share = share
-        self._bits = bits
+    mask: Tensor
+    share: float
+    bits: int | None
 
     def _as_bools(self, shape: tuple[int, ...]) -> Tensor:
-        return self._mask.view(shape) if self._mask.dtype is torch.bool else unpack_mask(self._mask, shape)
+        return self.mask.view(shape) if self.mask.dtype is torch.bool else unpack_mask(self.mask, shape)
 
 
 class KeptEntries(OfMask):
@@ -322,7 +323,7 @@ class KeptEntries(OfMask):
 
     def most_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Exactly what the gradient of a tensor of that shape takes."""
-        return _values_bytes(self._share, self._bits, shape, dtype)
+        return _values_bytes(self.share, self.bits, shape, dtype)
 
     def encode(self, tensor: Tensor, out: Tensor, *, seed: int = 0) -> int:
         """Write the values of the entries."""
@@ -339,10 +340,10 @@ class KeptEntries(OfMask):
         return spread(values, mask)
 
     def _num_kept(self, shape: tuple[int, ...]) -> int:
-        return num_kept(prod(shape), _width(shape), self._share)
+        return num_kept(prod(shape), _width(shape), self.share)
 
     def _codec(self, shape: tuple[int, ...]) -> Codec:
-        return _codec(self._bits, kept_of_row(_width(shape), self._share))
+        return _codec(self.bits, kept_of_row(_width(shape), self.share))
 
 
 def _codec(bits: int | None, kept: int) -> Codec:

@@ -310,34 +310,17 @@ def _replaced(graph: Graph, match: _Match) -> Graph:
     return replace(graph, operators=tuple(operators), outputs=tuple(outputs))
 
 
-@dataclass(frozen=True, slots=True)
-class FusedWork:
-    """The sizes of a fused operator at a batch size."""
-
-    num_rows: int
-    width: int
-    element_bytes: int
-    dtype: str
-    learns: bool
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether it keeps the gradient of all logits, which its backward multiplies by."""
-        return keeps_logits(self.num_rows, self.width, self.element_bytes, learns=self.learns)
-
-
-def fused_work(graph: Graph, operator: Operator, batch: int) -> FusedWork:
-    """The sizes of a fused operator."""
+def keeps_all_logits(graph: Graph, operator: Operator, batch: int) -> bool:
+    """Whether a fused operator keeps the gradient of all logits at a batch size; its backward multiplies by it."""
     hidden, weight, _, targets, *_ = operator.arguments
     assert isinstance(hidden, Reference)
     assert isinstance(weight, Reference)
     assert isinstance(targets, Reference)
-    states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
-    given, held = graph.values[hidden.name], states.get(weight.name)
-    return FusedWork(
-        num_rows=graph.values[targets.name].num_elements(batch),
-        width=evaluate(given.shape[_LAST], batch),
-        element_bytes=given.num_bytes(1) // max(given.num_elements(1), 1),
-        dtype=given.dtype,
-        learns=held is None or held.trainable,
+    given = graph.values[hidden.name]
+    frozen = {state.name for state in (*graph.parameters, *graph.buffers) if not state.trainable}
+    return keeps_logits(
+        graph.values[targets.name].num_elements(batch),
+        evaluate(given.shape[_LAST], batch),
+        given.num_bytes(1) // max(given.num_elements(1), 1),
+        learns=weight.name not in frozen,
     )

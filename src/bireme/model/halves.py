@@ -182,20 +182,14 @@ _Edge = tuple[Node, int]
 _Children = dict[Node, list[_Edge]]
 
 
+@dataclass(slots=True, eq=False)
 class Rest:
     """What the first half of a backward gave, and the second half that is left to do."""
 
-    def __init__(
-        self,
-        input_gradients: Gradients,
-        parameters: Sequence[_Edge | None],
-        early: dict[_Edge, Tensor],
-        second_half: "_SecondHalf",
-    ) -> None:
-        self.input_gradients = input_gradients
-        self._parameters = parameters
-        self._early = early
-        self._second_half: _SecondHalf | None = second_half
+    input_gradients: Gradients
+    _parameters: Sequence[_Edge | None]
+    _early: dict[_Edge, Tensor]
+    _second_half: "_SecondHalf | None"
 
     @property
     def waiting(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from bireme.cluster.catalogue import catalogue, namesake
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError, closest
-from bireme.model.fused_loss import FUSED, fused_work
+from bireme.model.fused_loss import FUSED, keeps_all_logits
 from bireme.model.graph import Graph, Operator, Value
 from bireme.model.nf4 import UNPACKING_BYTES
 from bireme.model.units import Unit
@@ -59,10 +59,10 @@ def estimate_unit(graph: Graph, unit: Unit, learned: frozenset[str], batch: int,
     for operator in (graph.operators[place] for place in unit.operators):
         took_s = _operator_s(graph, operator, traffic, batch, device)
         forward_s += took_s
-        if operator.no_grad or not any(v is not None and v.name in learned for v in operator.outputs):
+        if operator.no_grad or not any(value.name in learned for value in operator.made):
             continue
         read = set(operator.reads())
-        if operator.target == FUSED and not fused_work(graph, operator, batch).keeps_logits:
+        if operator.target == FUSED and not keeps_all_logits(graph, operator, batch):
             early_s += took_s * (bool(read & learned) + bool(read & trainable))
             continue
         # Without a product there is one pass over what came back, however many operands there are.
@@ -125,8 +125,8 @@ def estimated_update_s(
 def computed_dtype(graph: Graph, operator: Operator) -> str:
     """The type of number that an operator's products are of."""
     if operator.target == FUSED:
-        return fused_work(graph, operator, graph.batch).dtype
-    return next((value.dtype for value in operator.outputs if value is not None), "float32")
+        return graph.values[next(operator.reads())].dtype  # of the hidden states
+    return next((value.dtype for value in operator.made), "float32")
 
 
 class _Traffic:
@@ -139,13 +139,12 @@ class _Traffic:
         self._packed = {
             state.name: UNPACKING_BYTES * state.unpacked.num_elements for state in states if state.packed
         }
-        self._values: dict[str, Value] = {value.name: value for value in graph.inputs}
-        self._values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
+        self._values = graph.values
 
     def num_bytes(self, operator: Operator) -> int:
         """What one call moves."""
         read = dict.fromkeys(operator.reads())
-        moved = sum(self._bytes_of(value) for value in operator.outputs if value is not None)
+        moved = sum(self._bytes_of(value) for value in operator.made)
         moved += sum(self._bytes_of(self._values[name]) for name in read if name in self._values)
         held = sum(self._state_bytes.get(name, 0) for name in read)
         # Without a product it is a look-up, which reads only the rows it gives, or less than what flows by.

@@ -63,8 +63,8 @@ class ProfiledUnits:
         sent = set(self.units[index].sends)
         if sent <= self.learned:
             return None
-        made = (value for operator in self.graph.operators for value in operator.outputs if value is not None)
-        return sum(value.num_bytes(size) for value in made if value.name in sent & self.learned)
+        values = self.graph.values
+        return sum(values[name].num_bytes(size) for name in sent & self.learned)
 
     def tied(self, unit: Unit, optimizer: str) -> tuple[SharedState, ...]:
         """The parameters and buffers of a unit that others use too."""
@@ -103,7 +103,7 @@ def pieces_of(graph: Graph) -> ProfiledUnits:
 
 
 def _made(graph: Graph, unit: Unit) -> list[str]:
-    return [v.name for place in unit.operators for v in graph.operators[place].outputs if v is not None]
+    return [value.name for place in unit.operators for value in graph.operators[place].made]
 
 
 def _outside(graph: Graph, unit: Unit) -> list[str]:

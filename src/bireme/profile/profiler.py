@@ -300,31 +300,26 @@ def _graph_for(graphs: Graphs, size: int) -> Graph:
     return graph
 
 
+@dataclass(eq=False)
 class _Work:
     """The units at every size, and what is found out about those that stand for all others."""
 
-    def __init__(
-        self,
-        pieces: dict[int, ProfiledUnits],
-        optimizer: str,
-        examples: Mapping[str, Tensor] | None,
-        resolve: Resolve,
-        progress: Progress,
-    ) -> None:
-        self.pieces = pieces
-        self.optimizer = optimizer
-        self.examples = examples
-        self.resolve = resolve
-        self.progress = progress
-        self.first = next(iter(pieces.values()))
-        for size, other in pieces.items():
+    pieces: dict[int, ProfiledUnits]
+    optimizer: str
+    examples: Mapping[str, Tensor] | None
+    resolve: Resolve
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.first = next(iter(self.pieces.values()))
+        for size, other in self.pieces.items():
             if other.firsts != self.first.firsts:
                 raise BiremeError(
                     f"{other.graph.name} is another chain of units at {size} samples than at "
-                    f"{next(iter(pieces))}. Profile each size by itself."
+                    f"{next(iter(self.pieces))}. Profile each size by itself."
                 )
-        self.residues: dict[int, dict[int, _Residue]] = {size: {} for size in pieces}
-        self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in pieces}
+        self.residues: dict[int, dict[int, _Residue]] = {size: {} for size in self.pieces}
+        self.seconds: dict[int, dict[int, Seconds]] = {size: {} for size in self.pieces}
         self.ends: dict[int, BatchEndTimes] = {}
         self.engine: EngineCost | None = None
 

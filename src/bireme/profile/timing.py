@@ -7,7 +7,7 @@ when it runs again. Where several benches do not fit into memory together, fewer
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, thread_time
 
 import torch
@@ -100,6 +100,7 @@ _PACKED_BYTE = 0x38
 LOSS = "loss"
 
 
+@dataclass(eq=False)
 class Workbench:
     """Runs units forward and backward, as often as one likes.
 
@@ -108,30 +109,24 @@ class Workbench:
     else comes in is random; whole numbers are zero, which is a valid place in any table.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        function: StageFunction,
-        *,
-        learned: frozenset[str],
-        batch: int,
-        device: torch.device,
-        examples: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.function = function
-        self.device = device
-        self.batch = batch
-        states = {state.name: state for state in (*graph.parameters, *graph.buffers)}
-        values = {value.name: value for value in graph.inputs}
-        values |= {v.name: v for op in graph.operators for v in op.outputs if v is not None}
-        generator = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
-        self._generator = generator
+    graph: Graph
+    function: StageFunction
+    learned: frozenset[str] = field(kw_only=True)
+    batch: int = field(kw_only=True)
+    device: torch.device = field(kw_only=True)
+    examples: Mapping[str, Tensor] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        graph, function, learned = self.graph, self.function, self.learned
+        states, values = {one.name: one for one in (*graph.parameters, *graph.buffers)}, graph.values
+        is_meta = self.device.type == "meta"
+        self._generator = None if is_meta else torch.Generator(self.device).manual_seed(0)
         self.parameters = {name: self._parameter(states[name]) for name in function.parameters}
         self.buffers = {name: self._buffer(states[name]) for name in function.buffers}
         self.received = {
             name: self._value(values[name]).requires_grad_(name in learned) for name in function.receives
         }
-        own = {name: self._input(values[name], examples) for name in function.inputs}
+        own = {name: self._input(values[name], self.examples) for name in function.inputs}
         self.given = {**own, **self.received}
         names = [output.name for output in graph.outputs]
         learns_from = [LOSS] if LOSS in names else names
@@ -232,7 +227,7 @@ def time_benches(
     tick: Callable[[float], None] = lambda done: None,
 ) -> list[Seconds]:
     """Measure some benches in turns; `tick` is told after every round which part is done."""
-    stopwatches = [_Stopwatch(bench, halves=halves) for bench in benches]
+    stopwatches = [_Stopwatch(bench, halves) for bench in benches]
     for _ in range(effort.num_warmup):
         for stopwatch in stopwatches:
             stopwatch.run()
@@ -354,13 +349,13 @@ def _seconds_of(laps: Sequence[float | _Stretch], device: torch.device) -> list[
     return [lap if isinstance(lap, float) else lap.begin.elapsed_time(lap.end) / 1e3 for lap in laps]
 
 
+@dataclass(slots=True, eq=False)
 class _Stopwatch:
     """Runs one bench and keeps how long each part took."""
 
-    def __init__(self, bench: Workbench, *, halves: bool) -> None:
-        self.bench = bench
-        self.halves = halves
-        self.laps: dict[str, list[float | _Stretch]] = {}
+    bench: Workbench
+    halves: bool
+    laps: dict[str, list[float | _Stretch]] = field(default_factory=dict)
 
     def run(self) -> None:
         bench = self.bench

@@ -174,7 +174,6 @@ def weave(
             "lag, or give each stage one rank."
         )
     num_stages = routes.num_stages
-    recomputed = frozenset(recompute)
     program = Program(
         name=name,
         rule=rule,
@@ -184,7 +183,7 @@ def weave(
         banks=tuple(banks_needed(rule, stage, num_stages) for stage in range(num_stages)),
         tracks=(),
         first_batch=first_batch,
-        recomputed=recomputed,
+        recomputed=frozenset(recompute),
         average_lag=average_lag,
     )
     is_early = timing.early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
@@ -193,10 +192,7 @@ def weave(
     tracks = []
     for rank, order in enumerate(orders):
         early = _Early(first_batch, markers, is_halfway=is_halfway)
-        stages = {
-            stage: _StageWeaver(program, rank, stage, early, recompute=stage in recomputed)
-            for stage in program.stages_of(rank)
-        }
+        stages = {stage: _StageWeaver(program, rank, stage, early) for stage in program.stages_of(rank)}
         woven: list[Instruction] = []
         for step in order:
             moved = step.shifted(first_batch, 0) if first_batch else step
@@ -306,16 +302,20 @@ def _markers(order: Iterable[Instruction]) -> dict[tuple[int, int | None], int]:
     return found
 
 
+@dataclass(eq=False)
 class _StageWeaver:
     """Walks through a rank's steps of one stage and gives the instructions before and after each step."""
 
-    def __init__(self, program: Program, rank: int, stage: int, early: _Early, *, recompute: bool) -> None:
-        self.program = program
-        self.stage = stage
-        self.num_own = len(program.routes.microbatches_of(rank, program.num_microbatches))
+    program: Program
+    rank: int
+    stage: int
+    early: _Early
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.num_own = len(program.routes.microbatches_of(self.rank, program.num_microbatches))
         """The micro-batches of a batch that the rank takes through the stage."""
-        self.early = early
-        self.recompute = recompute
+        self.recompute = self.stage in program.recomputed
         self.num_gradients: dict[int, int] = {}
         self.pending: list[Instruction] = []
         self.newest_trial = program.first_batch

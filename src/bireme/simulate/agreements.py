@@ -3,6 +3,7 @@
 Groups and rounds are made by the rules of the real coordinator, `bireme.sync.coordinator`, as event handlers.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 from bireme.simulate.together import Agreement, Together, Trained
@@ -44,14 +45,13 @@ class Everyone(Agreement):
                 self.run.update(one, batch, at_s)
 
 
+@dataclass(eq=False)
 class GroupsAgreement(Agreement):
     """`groups`: weights are averaged within the group that is ready, by the coordinator's own rules."""
 
+    settings: GroupSettings
+    num_stages: int
     average_lag = 0
-
-    def __init__(self, settings: GroupSettings, num_stages: int) -> None:
-        self.settings = settings
-        self.num_stages = num_stages
 
     def begin(self, run: Together) -> None:
         """Everybody is a member."""
@@ -102,6 +102,7 @@ class GroupsAgreement(Agreement):
         self.run.complete(group.stage, {one.replica: one.batch for one in group.members}, now_s)
 
 
+@dataclass(eq=False)
 class DilocoRounds(Agreement):
     """`diloco`: after every `every` batches of its own a replica offers its drift, a batch before it needs
     the mean.
@@ -109,11 +110,9 @@ class DilocoRounds(Agreement):
     A round begins when all have come, or more than half of them and nobody else within `grace_s`.
     """
 
+    every: int
+    grace_s: float
     average_lag = 1
-
-    def __init__(self, every: int, grace_s: float) -> None:
-        self.every = every
-        self.grace_s = grace_s
 
     def begin(self, run: Together) -> None:
         """No round is open."""

@@ -301,19 +301,18 @@ class SimulatedChannel:
         transfers.received_by.append(parcel.received_by)
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedMessage:
     """A message between the moment one end is ready for it and its arrival."""
 
-    __slots__ = ("channel", "key", "late_s", "num_bytes", "ready_s", "received_by", "sent_by")
-
-    def __init__(self, key: int, channel: int) -> None:
-        self.key = key
-        self.channel = channel
-        self.num_bytes = 0.0
-        self.late_s = 0.0
-        """Seconds on top of the transfer itself."""
-        self.ready_s = 0.0
-        self.sent_by = self.received_by = -1
+    key: int
+    channel: int
+    num_bytes: float = 0.0
+    late_s: float = 0.0
+    """Seconds on top of the transfer itself."""
+    ready_s: float = 0.0
+    sent_by: int = -1
+    received_by: int = -1
 
 
 # Processors: the cores that ranks of one machine share, and what each gets while several compute.

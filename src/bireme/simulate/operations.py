@@ -1,6 +1,7 @@
 """Instructions as the inner loop of the simulator wants them: what to do, how long, with which message."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from typing import NamedTuple
@@ -59,16 +60,18 @@ class _Like(NamedTuple):
     num_bytes: float
 
 
+@dataclass(eq=False)
 class Operations:
     """The operations of a program's ranks, and the channels that their messages go through."""
 
-    def __init__(self, program: Program, costs: Costs, network: Network, *, agree: bool) -> None:
+    _program: Program
+    _costs: Costs
+    _network: Network
+    _agree: bool
+
+    def __post_init__(self) -> None:
         self.channels: list[SimulatedChannel] = []
-        self._program = program
-        self._costs = costs
-        self._network = network
-        self._agree = agree
-        self.stride = program.num_stages * 8
+        self.stride = self._program.num_stages * 8
         """From the keys of a micro-batch to those of the next."""
         self._number_of_channel: dict[tuple[int, int, bool], int] = {}
 

@@ -20,6 +20,7 @@ can; else all ranks go forward together in the order of time, so that messages a
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -142,49 +143,41 @@ class _Rank:
         self.end_s = array("d")
 
 
+@dataclass(eq=False)
 class _Run:
     """One simulation under way."""
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Costs,
-        network: Network,
-        processors: Processors | None,
-        tier_links: Sequence[TierLinks],
-        *,
-        overlap_reduce: bool,
-        agree: bool,
-        until: Until | None,
-    ) -> None:
-        self.program = program
-        self.costs = costs
-        self.until = until
+    program: Program
+    costs: Costs
+    network: Network
+    processors: Processors | None
+    tier_links: Sequence[TierLinks]
+    overlap_reduce: bool
+    agree: bool
+    until: Until | None
+
+    def __post_init__(self) -> None:
+        program, costs, network = self.program, self.costs, self.network
         self.is_over = False
         self.begun: dict[int, tuple[int, float]] = {}
         """By batch, how many sums of its gradients have begun, and when the last did, while some have not."""
         self.batch_end_s: list[float] = []
-        self.network = network
-        self.overlap_reduce = overlap_reduce
-        self.agree = agree
         self.agree_s = costs.engine.agree_s + network.agree_s
-        self.processors = processors if processors is not None and processors.is_shared() else None
-        self.work = None if self.processors is None else self.processors.traffic()
-        self.core_paths = (
-            []
-            if self.processors is None
-            else [self.processors.path(rank) for rank in range(program.num_ranks)]
-        )
+        if self.processors is not None and not self.processors.is_shared():
+            self.processors = None
+        cores = self.processors
+        self.work = None if cores is None else cores.traffic()
+        self.core_paths = [] if cores is None else [cores.path(rank) for rank in range(program.num_ranks)]
         meets = any(path.overlap is Overlap.NONE for path in network.paths.values())
         self.in_order = meets or network.is_shared() or self.processors is not None
         self.traffic = Traffic(network)
-        self.operations = Operations(program, costs, network, agree=agree)
+        self.operations = Operations(program, costs, network, self.agree)
         self.channels = self.operations.channels
         self.ranks = [
             _Rank(
                 number,
                 self.operations.of_rank(number),
-                RankMover(program, number, tier_links[number], costs, network)
+                RankMover(program, number, self.tier_links[number], costs, network)
                 if program.tiers_of(number) is not None or program.num_sharers > 1
                 else None,
             )

@@ -194,36 +194,28 @@ class _Pipeline:
         """By batch, for how long each rank computed."""
 
 
+@dataclass(eq=False)
 class Together:
     """A run of several replicas. `make` gives the program of so many batches from a first one on."""
 
-    def __init__(
-        self,
-        make: Callable[[int, int], Program],
-        work: SampleWork,
-        speeds: Sequence[Speed],
-        agreement: Agreement,
-        exchange: Exchange,
-        *,
-        batch_size: int,
-        seed: int = 0,
-    ) -> None:
-        self.make = make
-        self.work = work
-        self.speeds = speeds
-        self.agreement = agreement
-        self.exchange = exchange
-        self.batch_size = batch_size
-        self.num_replicas = len(speeds)
-        self.equal_share = batch_size // len(speeds)
-        if self.equal_share * len(speeds) != batch_size:
+    make: Callable[[int, int], Program]
+    work: SampleWork
+    speeds: Sequence[Speed]
+    agreement: Agreement
+    exchange: Exchange
+    batch_size: int = field(kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.num_replicas = len(self.speeds)
+        self.equal_share, left = divmod(self.batch_size, self.num_replicas)
+        if left:
             raise BiremeError(
-                f"A batch of {batch_size} samples has no equal shares for {len(speeds)} replicas. Give a "
-                f"batch_size that {len(speeds)} divides."
+                f"A batch of {self.batch_size} samples has no equal shares for {self.num_replicas} replicas. "
+                f"Give a batch_size that {self.num_replicas} divides."
             )
         self.num_batches = 0
         self.random: dict[tuple[int, int], Random] = {}
-        self.seed = seed
         self.pipelines: dict[int, _Pipeline] = {}
         self.agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self.num_events = 0

@@ -18,7 +18,7 @@ Waiting never helps: a rank that can go on still can later. So it is enough to l
 it gets, in any order, and to look at what waits in the end.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from bireme.schedule.grid import circle, sum_of
@@ -28,14 +28,6 @@ from bireme.schedule.proofs.messages import channel_of
 
 _TWO = 2
 """Replicas that are enough to show a circle between replicas that run alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class AverageGrant:
-    """A group that may average the weights of a stage: for each member, by its number, the batch."""
-
-    stage: int
-    members: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +44,17 @@ class _Standstill:
 
 
 def run_to_end(
-    program: Program,
-    *,
-    synchronous_sends: bool,
-    num_replicas: int | None = None,
-    grants: Iterable[AverageGrant] | None = None,
+    program: Program, *, synchronous_sends: bool, meetings: "Meetings | None" = None
 ) -> _Standstill | None:
     """None where the program ends, else the ranks that wait for ever.
 
-    Replicas are simulated together where they average weights: two, or as many as the `grants` are for.
+    Replicas are simulated together where they average weights: two, or those of the `meetings`.
     """
-    num = num_replicas or (1 if program.average_lag is None else _TWO)
-    meetings = _Meetings(num, grants)
+    meetings = meetings or Meetings(1 if program.average_lag is None else _TWO)
     sums: dict[tuple[int, int], _Sum] = {}
     ranks = [
         _Rank(program, replica, rank, sums, meetings)
-        for replica in range(num)
+        for replica in range(meetings.num_replicas)
         for rank in range(program.num_ranks)
     ]
     channels: dict[tuple[int, int], _Channel] = {}
@@ -83,16 +70,19 @@ def run_to_end(
     )
 
 
-class _Meetings:
+@dataclass(slots=True, eq=False)
+class Meetings:
     """Where replicas meet: who has offered which average, and whom each average waits for."""
 
-    def __init__(self, num_replicas: int, grants: Iterable[AverageGrant] | None) -> None:
-        self.num_replicas = num_replicas
-        self.groups = None if grants is None else _groups(grants)
-        self.offered: set[tuple[int, int, int]] = set()
-        """Replica, stage and batch."""
-        self.waiting: dict[tuple[int, int, int], list[int]] = {}
-        """By what they wait for, the ranks."""
+    num_replicas: int
+    offered: set[tuple[int, int, int]] = field(default_factory=set)
+    """Replica, stage and batch."""
+    waiting: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    """By what they wait for, the ranks."""
+
+    def members(self, replica: int, step: Instruction) -> Mapping[int, int]:
+        """The group of an AVERAGE_END: for each member, by its number, the batch. By default all replicas."""
+        return dict.fromkeys(range(self.num_replicas), step.batch)
 
     def offer(self, replica: int, step: Instruction) -> list[int]:
         """A replica has come to an AVERAGE_START; the ranks that may go on now."""
@@ -102,31 +92,16 @@ class _Meetings:
 
     def missing(self, replica: int, step: Instruction) -> tuple[int, int, int] | None:
         """A member of the group whose mean an AVERAGE_END waits for that is not there yet."""
-        stage = step.stage
-        if self.groups is None:
-            members = dict.fromkeys(range(self.num_replicas), step.batch)
-        else:
-            members = dict(self.groups.get((replica, stage, step.batch), {replica: step.batch}))
-        for member, batch in members.items():
-            if (member, stage, batch) not in self.offered:
-                return member, stage, batch
-        return None
+        wanted = ((member, step.stage, batch) for member, batch in self.members(replica, step).items())
+        return next((one for one in wanted if one not in self.offered), None)
 
 
-def _groups(grants: Iterable[AverageGrant]) -> dict[tuple[int, int, int], Mapping[int, int]]:
-    return {
-        (replica, grant.stage, batch): grant.members
-        for grant in grants
-        for replica, batch in grant.members.items()
-    }
-
-
+@dataclass(slots=True)
 class _Channel:
     """How many sends and receives have been reached on a channel."""
 
-    def __init__(self) -> None:
-        self.num_sent = 0
-        self.num_posted = 0
+    num_sent: int = 0
+    num_posted: int = 0
 
 
 @dataclass(slots=True)
@@ -137,25 +112,21 @@ class _Sum:
     waiting: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class _Rank:
     """One rank of a replica and how far it has got. `sums` are by replica and batch."""
 
-    def __init__(
-        self,
-        program: Program,
-        replica: int,
-        rank: int,
-        sums: dict[tuple[int, int], _Sum],
-        meetings: _Meetings,
-    ) -> None:
-        self.program = program
-        self.replica = replica
-        self.first = replica * program.num_ranks
+    program: Program
+    replica: int
+    rank: int
+    sums: dict[tuple[int, int], _Sum]
+    meetings: Meetings
+
+    def __post_init__(self) -> None:
+        self.first = self.replica * self.program.num_ranks
         """The number of the replica's first rank."""
-        self.number = self.first + rank
-        self.sums = sums
-        self.meetings = meetings
-        self.rest: Iterator[Instruction] = iter(program.tracks[rank])
+        self.number = self.first + self.rank
+        self.rest: Iterator[Instruction] = iter(self.program.tracks[self.rank])
         self.current: Instruction | None = next(self.rest, None)
         self.expected: dict[Message, tuple[tuple[int, int], int]] = {}
         """The messages whose receive is posted, each with its place in its channel."""

@@ -6,6 +6,7 @@ tags delivers them in the order they are sent.
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Message
@@ -95,16 +96,16 @@ def message_problems(program: Program) -> Iterator[str]:
         yield from channel.finish()
 
 
+@dataclass(slots=True, eq=False)
 class _Channel:
     """The two ends of a channel: what one has sent or received that the other has not come to yet."""
 
-    def __init__(self, source: int, destination: int) -> None:
-        self.source = source
-        self.destination = destination
-        self.sent: deque[Message] = deque()
-        self.received: deque[Message] = deque()
-        self.number = 0
-        self.out_of_order: str | None = None
+    source: int
+    destination: int
+    sent: deque[Message] = field(default_factory=deque)
+    received: deque[Message] = field(default_factory=deque)
+    number: int = 0
+    out_of_order: str | None = None
 
     def match(self) -> None:
         """Compare what both ends have come to."""
@@ -127,15 +128,44 @@ class _Channel:
             yield f"Rank {self.destination} receives the {received}, but rank {self.source} never sends it."
 
 
+@dataclass(slots=True, eq=False)
+class _Outbox:
+    """The messages a rank has computed and not passed on yet, in halves where they were made so."""
+
+    parts: dict[Message, set[int | None]] = field(default_factory=dict)
+    """For each whole message {None} where it was made whole, else the halves that are there."""
+
+    def put(self, message: Message | None) -> None:
+        if message is not None:
+            self.parts.setdefault(message._replace(half=None), set()).add(message.half)
+
+    def take(self, message: Message) -> bool:
+        """Pass a message on: a half that was made, the whole, or both halves as the whole."""
+        whole = message._replace(half=None)
+        there = self.parts.get(whole, set())
+        if message.half in there:
+            there.discard(message.half)
+        elif message.half is None and there == {0, 1}:
+            there.clear()
+        else:
+            return False
+        if not there:
+            del self.parts[whole]
+        return True
+
+    def left(self) -> list[Message]:
+        return sorted(self.parts, key=str)
+
+
+@dataclass(slots=True, eq=False)
 class _Walk:
     """One rank's messages while its instructions go by: what is sent must be there, what is used received."""
 
-    def __init__(self, program: Program, rank: int, channels: dict[tuple[int, int], _Channel]) -> None:
-        self.program = program
-        self.rank = rank
-        self.channels = channels
-        self.posted: set[Message] = set()
-        self.unsent = _Outbox()
+    program: Program
+    rank: int
+    channels: dict[tuple[int, int], _Channel]
+    posted: set[Message] = field(default_factory=set)
+    unsent: _Outbox = field(default_factory=_Outbox)
 
     def step(self, instruction: Instruction) -> Iterator[str]:
         if instruction.kind in COMPUTE:
@@ -188,32 +218,3 @@ class _Walk:
             to_rank = self.program.ends_of(message)[1]
             if to_rank != self.rank:
                 yield f"Rank {self.rank} computes the {message} but never sends it to rank {to_rank}."
-
-
-class _Outbox:
-    """The messages a rank has computed and not passed on yet, in halves where they were made so."""
-
-    def __init__(self) -> None:
-        self.parts: dict[Message, set[int | None]] = {}
-        """For each whole message {None} where it was made whole, else the halves that are there."""
-
-    def put(self, message: Message | None) -> None:
-        if message is not None:
-            self.parts.setdefault(message._replace(half=None), set()).add(message.half)
-
-    def take(self, message: Message) -> bool:
-        """Pass a message on: a half that was made, the whole, or both halves as the whole."""
-        whole = message._replace(half=None)
-        there = self.parts.get(whole, set())
-        if message.half in there:
-            there.discard(message.half)
-        elif message.half is None and there == {0, 1}:
-            there.clear()
-        else:
-            return False
-        if not there:
-            del self.parts[whole]
-        return True
-
-    def left(self) -> list[Message]:
-        return sorted(self.parts, key=str)

@@ -8,6 +8,7 @@ trial steps see just the micro-batches they claim to see.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bireme.schedule.instruction import Instruction, Kind
 from bireme.schedule.program import Program, Rule, updates_per_batch
@@ -19,14 +20,14 @@ from bireme.schedule.program import Program, Rule, updates_per_batch
 # version, steps from it or tries a step from it while a mean that belongs to it is still missing.
 
 
+@dataclass(slots=True, eq=False)
 class _StageAverages:
     """The averages of one stage while its instructions go by. `newest` is the newest version made so far."""
 
-    def __init__(self, program: Program, stage: int) -> None:
-        self.program = program
-        self.stage = stage
-        self.num_started = 0
-        self.num_ended = 0
+    program: Program
+    stage: int
+    num_started: int = 0
+    num_ended: int = 0
 
     def step(self, step: Instruction, newest: int) -> Iterator[str]:
         """Take an AVERAGE_START or AVERAGE_END in; say what is wrong with it."""
