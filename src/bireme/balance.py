@@ -77,7 +77,10 @@ def fair_shares(batch_size: int, paces: Sequence[float], limits: ShareLimits) ->
     A sample goes to the replica that would be done first with it, so a faster replica never gets fewer than
     it had, and equal paces differ by a sample at most. The limits must hold the batch.
     """
-    shares = _in_time(_latest(batch_size, paces, limits), paces, limits)
+    time_s = _latest(batch_size, paces, limits)
+    both = zip(limits.least, limits.most, paces, strict=True)
+    # A last bit of rounding gives no sample away.
+    shares = [min(max(int(time_s / pace * (1 - 1e-12)), least), most) for least, most, pace in both]
     waiting = [
         ((share + 1) * pace, replica)
         for replica, (share, pace) in enumerate(zip(shares, paces, strict=True))
@@ -129,12 +132,6 @@ def _latest(batch_size: int, paces: Sequence[float], limits: ShareLimits) -> flo
             return begin + part * (end - begin)
         begin = end
     return begin
-
-
-def _in_time(time_s: float, paces: Sequence[float], limits: ShareLimits) -> list[int]:
-    """The whole samples that each replica does in some time; a last bit of rounding gives none away."""
-    both = zip(limits.least, limits.most, paces, strict=True)
-    return [min(max(int(time_s / pace * (1 - 1e-12)), least), most) for least, most, pace in both]
 
 
 # Shares from measured times: what each replica takes for micro-batches of several sizes, and what follows.
@@ -303,7 +300,9 @@ def rebalance(
         return balance
     paces = [fmean(own) for own in balance.paces]
     now_s, batch_size = batch_seconds(balance.shares, paces), sum(balance.shares)
-    needed = policy.margin + _CERTAINTY * max(map(_uncertainty, balance.paces))
+    needed = policy.margin + _CERTAINTY * max(
+        stdev(own) / sqrt(len(own)) / fmean(own) for own in balance.paces
+    )
     if 1 - batch_size / sum(1 / pace for pace in paces) / now_s <= needed:
         return balance  # even fractions of samples would not save enough
     found = fair_shares(batch_size, paces, limits)
@@ -330,11 +329,6 @@ def _jumps(paces: Sequence[float]) -> bool:
         return False
     usual = fmean(before)
     return min(last) > usual * (1 + _JUMP) or max(last) < usual / (1 + _JUMP)
-
-
-def _uncertainty(paces: Sequence[float]) -> float:
-    """The standard error of the mean pace, as a part of it."""
-    return stdev(paces) / sqrt(len(paces)) / fmean(paces)
 
 
 # Which stage of a replica has become slow, compared with the others of the same replica.

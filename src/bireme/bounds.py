@@ -28,17 +28,8 @@ Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1 + 1e-9)]
 """From 0 to 1, and a sum of shares that rounding brought a little above."""
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_UNITS: dict[str, int] = {"": 1} | {unit: 1000**power for power, unit in enumerate("kmgt", 1)}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
 
 

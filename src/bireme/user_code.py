@@ -53,6 +53,16 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2]).rstrip('.')}" if lines else type(error).__name__
 
 
+def optional_package(name: str, extra: str, user: str) -> Any:
+    """A package that an extra of Bireme installs; `user` is what needs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BiremeError(
+            f'{user} needs the {name} package ({error}). Install it with pip install "bireme[{extra}]".'
+        ) from error
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise BiremeError(f"There is no file {path} to take a function from. Check the path.")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import BiremeError
 from bireme.plan.plan import Plan
-from bireme.schedule.routes import Routes, even_share, microbatch_owner, shares_of_stages
+from bireme.schedule.routes import Routes, microbatch_owner, shares_of_stages
 
 SHARES = st.lists(st.integers(1, 7), min_size=1, max_size=5).map(tuple)
 
@@ -29,7 +29,7 @@ def test_each_replica_takes_its_share_spread_evenly(share: tuple[int, ...]) -> N
 
 @given(st.integers(1, 9), st.integers(0, 30))
 def test_even_shares_differ_by_one_and_the_first_take_the_rest(width: int, more: int) -> None:
-    share = even_share(width, width + more)
+    share = shares_of_stages([width], (), width + more)[0]
     assert sum(share) == width + more
     assert list(share) == sorted(share, reverse=True)
     assert share[0] - share[-1] <= 1
@@ -37,7 +37,7 @@ def test_even_shares_differ_by_one_and_the_first_take_the_rest(width: int, more:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(4, 9))
 def test_every_microbatch_passes_each_stage_on_one_of_its_ranks(widths: list[int], num: int) -> None:
-    routes = Routes.wide(tuple(even_share(width, num) for width in widths))
+    routes = Routes.wide(shares_of_stages(widths, (), num))
     assert routes.num_ranks == sum(widths)
     for stage, width in enumerate(widths):
         own = [routes.microbatches_of(rank, num) for rank in routes.ranks_of(stage)]

@@ -41,7 +41,7 @@ def _own_codec(where: str) -> Codec:
         raise BiremeError(f"The module {module_name} has no {name!r}. {closest(name, list(vars(module)))}")
     found = getattr(module, name)
     if isinstance(found, type) or (callable(found) and not hasattr(found, "encode")):
-        found = _called(where, found)
+        found = _tried(where, "The making", found)
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
         raise BiremeError(
@@ -100,10 +100,6 @@ def _decoded(where: str, codec: Codec, message: Tensor, like: Tensor) -> Tensor:
             "the shape and the type that it is asked for."
         )
     return found
-
-
-def _called(where: str, made_by: Any) -> Any:
-    return _tried(where, "The making", made_by)
 
 
 def _tried(where: str, what: str, work: Any) -> Any:

@@ -49,7 +49,8 @@ def orthonormal(columns: Tensor) -> Tensor:
     num_rows = columns.shape[-2]
     largest = columns.abs().amax(-2, keepdim=True)
     found = functional.pad(
-        columns / torch.where(largest == 0, 1.0, largest), (0, 0, 0, _power_of_two(num_rows) - num_rows)
+        columns / torch.where(largest == 0, 1.0, largest),
+        (0, 0, 0, (1 << (num_rows - 1).bit_length()) - num_rows),
     )
     for place in range(found.shape[-1]):
         column, known = found[..., place : place + 1], found[..., :place]
@@ -96,10 +97,6 @@ def _sum(terms: Tensor) -> Tensor:
         half = terms.shape[-2] // 2
         terms = terms[..., :half, :] + terms[..., half:, :]
     return terms
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 # Streaming principal components of a gradient that is never formed (Huang et al. 2020, arXiv 2004.12041).

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from bireme.errors import BiremeError
 from bireme.model.convert import converted, tensors_within
-from bireme.model.graph import Graph, Operator
+from bireme.model.graph import Graph
 from bireme.model.torch_private import EXPORT, as_in_capture, masks_as_given
 
 Inputs = Mapping[str, Any] | Sequence[Any]
@@ -363,7 +363,11 @@ def in_evaluation(graph: Graph, num_dropouts: int) -> Graph | None:
 
     None where dropouts have come to be other operators.
     """
-    dropping = [place for place, one in enumerate(graph.operators) if _drops(one)]
+    dropping = [
+        place
+        for place, one in enumerate(graph.operators)
+        if one.target == _DROPOUT and one.arguments[_TRAIN] is True
+    ]
     if len(dropping) != num_dropouts:
         return None
     operators = list(graph.operators)
@@ -371,10 +375,6 @@ def in_evaluation(graph: Graph, num_dropouts: int) -> Graph | None:
         given = operators[place].arguments
         operators[place] = replace(operators[place], arguments=(*given[:_TRAIN], False, *given[_TRAIN + 1 :]))
     return replace(graph, training=False, operators=tuple(operators))
-
-
-def _drops(operator: Operator) -> bool:
-    return operator.target == _DROPOUT and operator.arguments[_TRAIN] is True
 
 
 def _run(model: torch.nn.Module, inputs: Any, loss: Loss | None, *, training: bool) -> "_Calls":

@@ -61,15 +61,9 @@ def _attention(given: list[_Shape], out: _Shape) -> int:
 
 
 _COUNTS: dict[str, Callable[[list[_Shape], _Shape], int]] = {
-    "linear": _linear,
-    "mm": _linear,
-    "bmm": _linear,
-    "matmul": _linear,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv3d": _convolution,
+    **dict.fromkeys(("linear", "mm", "bmm", "matmul"), _linear),
+    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
     "scaled_dot_product_attention": _attention,
 }
 
@@ -84,6 +78,8 @@ _CHECKS = frozenset(
     }
 )
 """Operators that only make sure of what capture has seen."""
+
+_VALUES = torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float
 
 _INSIDE = "model."
 """Under this name the module lies in the one that is exported."""
@@ -270,7 +266,7 @@ class _Reader:
         results = list(result) if isinstance(result, tuple | list) else [result]
         base = self._fresh(node.name)
         outputs = tuple(
-            _value(f"{base}.{place}" if is_tuple else base, value) if _is_value(value) else None
+            _value(f"{base}.{place}" if is_tuple else base, value) if isinstance(value, _VALUES) else None
             for place, value in enumerate(results)
         )
         arguments = self.argument(node.args)
@@ -344,10 +340,6 @@ class _Reader:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as `float32`."""
     return str(dtype).removeprefix("torch.")
-
-
-def _is_value(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
 def _value(name: str, value: Any) -> Value:

@@ -54,7 +54,9 @@ def example_inputs(
     inputs = _without_labels(maker, accepted, type(model).__name__)
     key = known_as, batch, length
     is_known = known_as is not None and key in _known
-    logits = _known[key] if is_known else _shape_of_logits(model, inputs)
+    logits = _known.get(key)
+    if not is_known and (made := _returned(model, inputs).get("logits")) is not None:
+        logits = tuple(made.shape)
     inputs |= _labels(maker, accepted, inputs, logits)
     if not is_known and "labels" in inputs:
         _check_loss(model, inputs)
@@ -189,11 +191,6 @@ def _shifted(labels: Tensor, maker: _Maker) -> Tensor:
     """What a decoder reads to predict the labels: all but the last, after the start token."""
     start = maker.size("decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
     return torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
-
-
-def _shape_of_logits(model: torch.nn.Module, inputs: dict[str, Tensor]) -> _Shape | None:
-    logits = _returned(model, inputs).get("logits")
-    return None if logits is None else tuple(logits.shape)
 
 
 def _returned(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Mapping[str, Tensor]:

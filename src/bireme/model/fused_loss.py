@@ -311,7 +311,7 @@ def _replaced(graph: Graph, match: _Match) -> Graph:
 
 
 def keeps_all_logits(graph: Graph, operator: Operator, batch: int) -> bool:
-    """Whether a fused operator keeps the gradient of all logits at a batch size; its backward multiplies by it."""
+    """Whether a fused operator keeps the gradient of all logits for its backward, at a batch size."""
     hidden, weight, _, targets, *_ = operator.arguments
     assert isinstance(hidden, Reference)
     assert isinstance(weight, Reference)

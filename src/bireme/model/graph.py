@@ -8,6 +8,7 @@ Lengths that depend on the batch size are expressions in `b`, such as `16*b`.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -118,20 +119,9 @@ def references(argument: Argument) -> Iterator[str]:
             yield from references(part)
 
 
-_BYTES_OF = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
+_FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+_NUMBERS = (*_FLOATING, "int64", "int32", "int16", "int8", "uint8")
+_BYTES_OF = {"bool": 1} | {name: int(re.sub(r"\D", "", name)) // 8 for name in _NUMBERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +275,6 @@ class Graph:
 # If nothing before a cut learns, as after a frozen embedding, no gradient crosses it.
 
 _STOPS = ("aten.detach.", "aten.detach_.", "aten.argmax.", "aten.argsort.")
-_FLOATING = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 
 
 def learned_values(graph: Graph) -> frozenset[str]:

@@ -241,7 +241,7 @@ def backward_input(
     second_half = _SecondHalf(ways, flows)
     handles = [node.register_prehook(second_half.keeper(node)) for node in ways.exits]
     try:
-        found = _run(flows, [*_known(into), *ways.early], keeps_graph=second_half.has_work())
+        found = _run(flows, [*_known(into), *ways.early], keeps_graph=bool(ways.exits or second_half.flows))
     finally:
         for handle in handles:
             handle.remove()
@@ -283,9 +283,6 @@ class _SecondHalf:
         self.parameters = ways.late
         self.flows = [flow for flow in flows if flow.edge in ways.right]
         self.kept: dict[Node, Gradients] = {}
-
-    def has_work(self) -> bool:
-        return bool(self.exits or self.flows)
 
     def keeper(self, node: Node) -> Callable[[Gradients], None]:
         """A hook ahead of a junction."""

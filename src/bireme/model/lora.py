@@ -6,7 +6,6 @@ longer name, `q_proj.base_layer.weight`; what its own folder and code call it is
 
 import copy
 import hashlib
-import importlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import plain
 from bireme.model.part import ALL_LINEAR, LoraPart
 from bireme.model.weights import Weights
+from bireme.user_code import optional_package
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -37,16 +37,6 @@ _WRAPPED = ".base_layer."
 
 _LENGTHS = ".lora_magnitude_vector"
 """The parameters of DoRA that begin as the lengths of a weight's rows."""
-
-
-def _peft_library() -> Any:
-    """The peft package, which the extra `bireme[lora]` brings."""
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise BiremeError(
-            f'model.lora needs the peft package ({error}). Install it with pip install "bireme[lora]".'
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +74,10 @@ class Adapter:
         states = {state.name: state for state in graph.parameters}
 
         def given(names: Sequence[str]) -> dict[str, Tensor]:
-            lengths = {name: _weight_of(name) for name in names if _LENGTHS in name}
+            # The weight that each parameter of DoRA belongs to.
+            lengths = {
+                name: f"{name.partition(_LENGTHS)[0]}{_WRAPPED}weight" for name in names if _LENGTHS in name
+            }
             wanted = [name for name in (*names, *lengths.values()) if name in self.base_names]
             old = base([*dict.fromkeys(self.base_names[name] for name in wanted)])
             found = {name: old[self.base_names[name]] for name in wanted}
@@ -126,7 +119,7 @@ class _Merged(Mapping[str, Tensor]):
         self._weights = weights
         self._names = {old: name for name, old in adapter.base_names.items() if name in weights}
         self._base_names = adapter.base_names
-        tied = _tied_names(adapter.base)
+        tied = {name for names in _names_by_tensor(adapter.base).values() if len(names) > 1 for name in names}
         self._layers: dict[str, tuple[str, Any]] = {}
         for path, module in adapter.adapted.named_modules():
             if not hasattr(module, "get_delta_weight"):
@@ -168,13 +161,13 @@ class _Merged(Mapping[str, Tensor]):
 
 def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
     """Wrap the targets of a model in place; only the adapter's parameters learn from then on."""
-    peft = _peft_library()
+    peft = optional_package("peft", "lora", "model.lora")
     base = copy.deepcopy(model)
     before = _names_by_tensor(model)
     targets: Any = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scaling_alpha,
+        lora_alpha=2.0 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -209,11 +202,6 @@ def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
     return Adapter(base, model, config, _base_names(model, before))
 
 
-def _weight_of(name: str) -> str:
-    """The weight that a parameter of DoRA belongs to."""
-    return f"{name.partition(_LENGTHS)[0]}{_WRAPPED}weight"
-
-
 def _check_targets(modules: Sequence[str], targets: Iterable[str]) -> None:
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in modules):
@@ -240,10 +228,6 @@ def _base_names(model: nn.Module, before: Mapping[int, list[str]]) -> dict[str, 
             bare = name.replace(_WRAPPED, ".")
             found[name] = bare if bare in names else names[0]
     return found
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    return {name for names in _names_by_tensor(model).values() if len(names) > 1 for name in names}
 
 
 def _fresh(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -25,11 +25,6 @@ class LoraPart:
     use_rslora: bool = False
     use_dora: bool = False
 
-    @property
-    def scaling_alpha(self) -> float:
-        """The alpha that holds."""
-        return 2.0 * self.rank if self.alpha is None else self.alpha
-
 
 @dataclass(frozen=True, slots=True)
 class TrainedPart:

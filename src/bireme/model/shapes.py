@@ -100,7 +100,8 @@ class TransformerShape:
         """Of an attention half."""
         bias = self.query_width + 2 * self.key_width if self.has_query_bias or self.has_sinks else 0
         bias += self.width + self.heads if self.has_sinks else 0
-        return _of_maps(self.attention_maps, self.has_biases) + bias + self._of_norms + self._of_head_norms
+        bias += 2 * self.head_width if self.norms_heads else 0
+        return _of_maps(self.attention_maps, self.has_biases) + bias + self._of_norms
 
     @property
     def feed_forward_parameters(self) -> int:
@@ -119,16 +120,11 @@ class TransformerShape:
         return self.vocab * self.width + (self.context * self.width if self.learns_positions else 0)
 
     @property
-    def head_parameters(self) -> int:
-        """Of the last norm and the head, whether the head is tied or not."""
-        return self.norm_values * self.width + self.vocab * self.width
-
-    @property
     def num_parameters(self) -> int:
         """Of the whole model; tied weights count once."""
         halves = self.attention_parameters + self.feed_forward_parameters
-        twice = self.vocab * self.width if self.tied else 0
-        return self.layers * halves + self.embedding_parameters + self.head_parameters - twice
+        head = self.norm_values * self.width + (0 if self.tied else self.vocab * self.width)
+        return self.layers * halves + self.embedding_parameters + head
 
     @property
     def num_active(self) -> int:
@@ -139,10 +135,6 @@ class TransformerShape:
     @property
     def _of_norms(self) -> int:
         return self.num_norms * self.norm_values * self.width
-
-    @property
-    def _of_head_norms(self) -> int:
-        return 2 * self.head_width if self.norms_heads else 0
 
 
 def _of_maps(maps: tuple[tuple[int, int], ...], has_biases: bool) -> int:

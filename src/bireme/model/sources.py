@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.devices import device_called
+from bireme.documents import read_json_object
 from bireme.errors import BiremeError, closest
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
@@ -28,7 +29,7 @@ from bireme.model.lora import Adapter, add_adapter
 from bireme.model.own_model import own_model
 from bireme.model.part import WHOLE, TrainedPart
 from bireme.model.weights import METADATA
-from bireme.user_code import PREFIX, names_function, reason_of
+from bireme.user_code import PREFIX, names_function, optional_package, reason_of
 
 # Choosing the parameters that learn, by patterns over the model's own names.
 
@@ -237,12 +238,7 @@ def _number(key: str, value: str, kind: Any) -> int | float | bool:
 
 def _from_folder(folder: Path, batch: int, length: int | None, device: torch.device) -> Made:
     content = _config_content(folder)
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise BiremeError(
-            f"hf:{folder} needs the transformers package ({reason_of(error)}); install bireme[hf]."
-        ) from error
+    transformers = optional_package("transformers", "hf", f"hf:{folder}")
     kind = content.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         named = f"the model_type {kind!r}, which transformers {transformers.__version__} does not know"
@@ -270,17 +266,11 @@ def _config_content(folder: Path) -> dict[str, Any]:
         raise BiremeError(
             f"There is no folder {folder}. hf: takes one with a config.json; nothing is downloaded."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise BiremeError(
             f"The folder {folder} has no config.json, so it holds no transformers model. Name one that does."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise BiremeError(f"{path} cannot be read: {reason_of(error)}.") from error
-    if not isinstance(content, dict):
-        raise BiremeError(f"{path} must hold one JSON object, not a {type(content).__name__}.")
-    return content
+        )
+    return read_json_object(path)
 
 
 def _model_class(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:

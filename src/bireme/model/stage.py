@@ -189,12 +189,12 @@ class StageFunction:
             if state.name in read:
                 builder.hold(state)
         self._held[device] = tuple(builder.root.buffers())
-        seed = builder.take_seed()
+        seed = builder.graph.placeholder("seed")
         seeded: int | None = None
         for place, operator, target in self._calls:
             unit = self._unit_of.get(place)
             if unit is not None and unit != seeded and not self._compiles:
-                builder.start_stream(seed, unit)
+                builder.graph.call_function(_start_stream, (seed, unit, device))
                 seeded = unit
             builder.call(operator, target)
         named = {output.name: output.value for output in self._graph.outputs}
@@ -234,12 +234,6 @@ class _Builder:
             times = _times_batch(length)
             if times is not None and self.batch_axis is None:
                 self.batch_axis = self.nodes[name], axis, times
-
-    def take_seed(self) -> torch.fx.Node:
-        return self.graph.placeholder("seed")
-
-    def start_stream(self, seed: torch.fx.Node, unit: int) -> None:
-        self.graph.call_function(_start_stream, (seed, unit, self.device))
 
     def hold(self, state: ModelState) -> None:
         attribute = f"constant{len(self.nodes)}"

@@ -29,6 +29,7 @@ from bireme.model.torch_private import (
     tensor_places,
     written,
 )
+from bireme.user_code import optional_package
 
 if TYPE_CHECKING:
     from bireme.model.dcp_weights import DcpWeights
@@ -191,12 +192,7 @@ class _Folder:
 
     def _handle(self, file: str) -> Any:
         if file not in self.handles:
-            try:
-                import safetensors
-            except ImportError:
-                raise BiremeError(
-                    "Reading weights needs the safetensors package. Get it with: pip install 'bireme[hf]'."
-                ) from None
+            safetensors = optional_package("safetensors", "hf", "Reading weights")
             path = self.folder / file
             if not path.is_file():
                 raise BiremeError(f"{path} is missing, but the index lists it. Fetch it again.")
@@ -379,7 +375,8 @@ def materialize(
                 tensor = _made(first, parts, draws, guesses=guesses)
                 converts = dtype is not None and parts.is_parameter(first) and tensor.is_floating_point()
                 made[first] = tensor.detach().to(device, dtype if converts else tensor.dtype)
-            parts.take_away(fresh)
+            for first in fresh:
+                parts.put(first, "meta")
     return {name: made[first] for name, first in firsts.items()}
 
 
@@ -415,7 +412,7 @@ class _Parts:
         before = [(module, dict(own_parameters(module)), dict(own_buffers(module))) for module in modules]
         try:
             for name in self.own:
-                self._put(name, "meta")
+                self.put(name, "meta")
             yield
         finally:
             for module, parameters, buffers in before:
@@ -429,15 +426,10 @@ class _Parts:
         """
         fresh = [name for name in self.of_module[module] if self.first_name(name) == name]
         for name in fresh:
-            self._put(name, "cpu")
+            self.put(name, "cpu")
         return fresh
 
-    def take_away(self, names: Iterable[str]) -> None:
-        """Undo this."""
-        for name in names:
-            self._put(name, "meta")
-
-    def _put(self, name: str, device: str) -> None:
+    def put(self, name: str, device: str) -> None:
         _, module, _, key = self.place[name]
         fresh = torch.empty_like(self.own[name], device=device, requires_grad=False)
         if self.is_parameter(name):

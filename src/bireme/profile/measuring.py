@@ -47,10 +47,6 @@ class ProfiledUnits:
         """The units that stand for all others."""
         return tuple(dict.fromkeys(self.firsts))
 
-    def common_of(self, unit: Unit) -> tuple[str, ...]:
-        """What a unit makes for itself that others make too."""
-        return tuple(name for name in _made(self.graph, unit) if name in self.common)
-
     def translated(self, kept: tuple[KeptMemory, ...], index: int) -> tuple[KeptMemory, ...]:
         """What the first unit of the same work shares, in the names that it has at this one."""
         there, here = self.units[self.firsts[index]], self.units[index]

@@ -354,11 +354,18 @@ class _Work:
         self, device: torch.device, memory_bytes: int, effort: Effort, measurer: Measurer, *, halves: bool
     ) -> None:
         """Find the seconds by running the units on a device."""
-        self._check_memory(memory_bytes)
         needed = {
             size: {index: self._needed_bytes(size, index) for index in one.distinct}
             for size, one in self.pieces.items()
         }
+        for size, own in needed.items():
+            for index, num_bytes in own.items():
+                if num_bytes > memory_bytes:
+                    raise BiremeError(
+                        f"{self.first.units[index].name} needs {num_bytes / 2**30:.1f} GiB with {size} samples, "
+                        f"and the device has {memory_bytes / 2**30:.1f} GiB. Profile smaller micro-batches, or "
+                        "estimate on the meta device."
+                    )
         message_bytes = max(one.boundary_bytes for own in self.residues.values() for one in own.values())
         counted = self.pieces, needed, memory_bytes, message_bytes
         job = MeasuringJob(*counted, device, self.optimizer, self.examples, halves, effort)
@@ -407,7 +414,10 @@ class _Work:
 
     def _residue(self, size: int, index: int, device: torch.device, *, halves: bool) -> _Residue:
         one = self.pieces[size]
-        common = one.common_of(one.units[index])
+        made = (
+            value.name for place in one.units[index].operators for value in one.graph.operators[place].made
+        )
+        common = tuple(name for name in made if name in one.common)
         with fake_tensors():
             bench = bench_of(one, index, size, device, self.examples, self.resolve, also=common)
             return _residue_of(bench, frozenset(common), halves=halves)
@@ -424,14 +434,3 @@ class _Work:
         residue, state = self.residues[size][index], self._state_of(index)
         own = state.parameter_bytes + state.gradient_bytes + state.optimizer_bytes + state.buffer_bytes
         return own + residue.kept_bytes + residue.workspace_bytes
-
-    def _check_memory(self, memory_bytes: int) -> None:
-        for size, one in self.pieces.items():
-            for index in one.distinct:
-                needed = self._needed_bytes(size, index)
-                if needed > memory_bytes:
-                    raise BiremeError(
-                        f"{one.units[index].name} needs {needed / 2**30:.1f} GiB with {size} samples, and "
-                        f"the device has {memory_bytes / 2**30:.1f} GiB. Profile smaller micro-batches, or "
-                        "estimate on the meta device."
-                    )

@@ -73,11 +73,6 @@ class _Half:
         """The weights of the maps that a token passes."""
         return _num_weights(self.maps)
 
-    @property
-    def num_adapted(self) -> int:
-        """The weights of adapters beside its maps."""
-        return self.adapts * sum(RANK * (rows + columns) for rows, columns in self.maps)
-
 
 def _num_weights(maps: Iterable[tuple[int, int]]) -> int:
     return sum(rows * columns for rows, columns in maps)
@@ -289,7 +284,9 @@ class _Unit:
         """The weights that learn."""
         if self._learns_all:
             return self.half.num_mapped + self.half.idle + self.half.others
-        return 0 if self.is_last else self.half.num_adapted
+        if self.is_last or not self.half.adapts:
+            return 0
+        return sum(RANK * (rows + columns) for rows, columns in self.half.maps)
 
     @property
     def _packs(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from bireme.balance import split
 from bireme.errors import BiremeError
 
 
@@ -18,12 +19,6 @@ def microbatch_owner(share: Sequence[int]) -> tuple[int, ...]:
     """
     middles = [(Fraction(2 * k + 1, num), replica) for replica, num in enumerate(share) for k in range(num)]
     return tuple(replica for _, replica in sorted(middles))
-
-
-def even_share(width: int, num_microbatches: int) -> tuple[int, ...]:
-    """Shares as equal as possible: the first replicas take the rest."""
-    least, rest = divmod(num_microbatches, width)
-    return tuple(least + (replica < rest) for replica in range(width))
 
 
 def shares_of_stages(
@@ -52,7 +47,7 @@ def shares_of_stages(
                 f"The replicas of stage {stage} take {' + '.join(map(str, share))} micro-batches of a batch "
                 f"of {num_microbatches}. Give each at least one, {num_microbatches} in all."
             )
-    return tuple(map(tuple, shares)) or tuple(even_share(width, num_microbatches) for width in widths)
+    return tuple(map(tuple, shares)) or tuple(tuple(split(num_microbatches, width)) for width in widths)
 
 
 @dataclass(frozen=True, slots=True)

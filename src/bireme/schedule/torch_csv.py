@@ -10,7 +10,7 @@ needs no torch.
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -218,30 +218,23 @@ def _placement(sheet: _Sheet) -> tuple[int, ...]:
                 f"stage {action.stage} is on rank {cell.rank} here, but on rank {home.rank} in row "
                 f"{home.rank + 1}, column {home.column + 1}. A stage must be on one rank."
             )
-    missing = _first_missing(homes.keys())
-    if missing is not None:
-        raise BiremeError(
-            f"{sheet.source}: stage {missing} never appears, though stage {max(homes)} does. Stages are "
-            "numbered from 0 without gaps."
-        )
+    _check_gaps(sheet, "stage", "Stages", homes)
     return tuple(homes[stage].rank for stage in range(len(homes)))
 
 
 def _num_microbatches(sheet: _Sheet) -> int:
     numbers = {action.microbatch for _, action in sheet.actions() if action.microbatch is not None}
-    missing = _first_missing(numbers)
-    if missing is not None:
-        raise BiremeError(
-            f"{sheet.source}: micro-batch {missing} never appears, though micro-batch {max(numbers)} does. "
-            "Micro-batches are numbered from 0 without gaps."
-        )
+    _check_gaps(sheet, "micro-batch", "Micro-batches", numbers)
     return len(numbers)
 
 
-def _first_missing(numbers: Iterable[int]) -> int | None:
-    """The least number from 0 on that is not there, if a greater one is."""
-    present = set(numbers)
-    return next((number for number in range(len(present)) if number not in present), None)
+def _check_gaps(sheet: _Sheet, one: str, all_of_them: str, numbers: Collection[int]) -> None:
+    missing = next((number for number in range(len(numbers)) if number not in numbers), None)
+    if missing is not None:
+        raise BiremeError(
+            f"{sheet.source}: {one} {missing} never appears, though {one} {max(numbers)} does. {all_of_them} "
+            "are numbered from 0 without gaps."
+        )
 
 
 def _check_repeats(sheet: _Sheet) -> None:

@@ -186,7 +186,9 @@ def weave(
         recomputed=frozenset(recompute),
         average_lag=average_lag,
     )
-    is_early = timing.early and rule in (Rule.DELAYED, Rule.FRESH) and _are_whole(orders)
+    # Where gradients of weights come later, the first stage is not the last one to have them.
+    are_whole = all(step.kind is not Kind.BACKWARD_WEIGHT for order in orders for step in order)
+    is_early = timing.early and rule in (Rule.DELAYED, Rule.FRESH) and are_whole
     markers = _markers(orders[routes.rank_of_stage[0]]) if is_early else None
     is_halfway = timing.halfway and rule is Rule.DELAYED and not is_early
     tracks = []
@@ -255,11 +257,6 @@ def _check_average(name: str, rule: Rule, lag: int) -> None:
         )
     if lag < 0:
         raise BiremeError(f"The lag of averages is {lag}; it must be 0 or more batches.")
-
-
-def _are_whole(orders: Orders) -> bool:
-    """Whether all backwards are whole. Where gradients of weights come later, the first stage is not last."""
-    return all(step.kind is not Kind.BACKWARD_WEIGHT for order in orders for step in order)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError
 from bireme.schedule.budgets import Budgets, TierTooSmallError, cut_memory
 from bireme.schedule.catalogue import SCHEDULES, generate, schedule_named
@@ -191,7 +192,8 @@ def compare(contest: Contest, num_batches: int, *, agree: bool = False) -> Itera
             yield ScheduleOutcome(schedule, refused=str(error))
             continue
         timeline = own.timeline(program, agree=agree and schedule.rule is not Rule.STASHED)
-        has_advice = schedule.most_lookahead is not None and own.network(program).is_overlapped
+        is_overlapped = all(one.overlap is Overlap.FULL for one in own.network(program).paths.values())
+        has_advice = schedule.most_lookahead is not None and is_overlapped
         yield ScheduleOutcome(
             schedule, timeline, advice=solve_lookahead(schedule.name, own) if has_advice else None
         )

@@ -305,6 +305,10 @@ def _form(value: Any) -> str:
     return "<each>" if isinstance(value, list | tuple) else "<all>"
 
 
+def _derived(meaning: str) -> Any:
+    return Field(None, description=meaning)
+
+
 _StageValue = Annotated[
     Annotated[_NotNegative, Tag("<all>")] | Annotated[list[_NotNegative], Tag("<each>")], Discriminator(_form)
 ]
@@ -318,29 +322,25 @@ class CostsFile(BaseModel):
     format: Literal[1] = 1
     forward_s: _StageValue = Field(description="seconds of a micro-batch's forward, per stage")
     backward_s: _StageValue = Field(description="seconds of a micro-batch's backward, per stage")
-    backward_input_s: _StageValue | None = Field(
-        None, description="the part of it that gives the input's gradient"
-    )
-    backward_weight_s: _StageValue | None = Field(
-        None, description="the part that gives the weights' gradient"
-    )
-    half_forward_s: _StageValue | None = Field(None, description="seconds of half a micro-batch's forward")
-    recompute_s: _StageValue | None = Field(None, description="seconds to run a forward again")
+    backward_input_s: _StageValue | None = _derived("the part of it that gives the input's gradient")
+    backward_weight_s: _StageValue | None = _derived("the part that gives the weights' gradient")
+    half_forward_s: _StageValue | None = _derived("seconds of half a micro-batch's forward")
+    recompute_s: _StageValue | None = _derived("seconds to run a forward again")
     update_s: _StageValue = Field(0.0, description="seconds of an optimizer step")
-    host_update_s: _StageValue | None = Field(
-        None, description="seconds of an optimizer step that the host makes, where chunks lie there"
+    host_update_s: _StageValue | None = _derived(
+        "seconds of an optimizer step that the host makes, where chunks lie there"
     )
-    trial_s: _StageValue | None = Field(None, description="seconds of a trial step")
+    trial_s: _StageValue | None = _derived("seconds of a trial step")
     reduce_s: _StageValue = Field(0.0, description="seconds of a batch's gradient sync between replicas")
     message_bytes: _StageValue = Field(0.0, description="bytes sent after each stage, in each direction")
-    gradient_message_bytes: _StageValue | None = Field(
-        None, description="bytes of the gradients that come back, where they are not as many"
+    gradient_message_bytes: _StageValue | None = _derived(
+        "bytes of the gradients that come back, where they are not as many"
     )
     weight_bytes: _StageValue = Field(0.0, description="bytes of one weight version")
-    gradient_bytes: _StageValue | None = Field(None, description="bytes of one batch's gradient")
+    gradient_bytes: _StageValue | None = _derived("bytes of one batch's gradient")
     optimizer_bytes: _StageValue = Field(0.0, description="bytes of the optimizer's state")
     stash_bytes: _StageValue = Field(0.0, description="bytes kept of a micro-batch until its backward")
-    input_bytes: _StageValue | None = Field(None, description="bytes of a micro-batch's input to the stage")
+    input_bytes: _StageValue | None = _derived("bytes of a micro-batch's input to the stage")
     master_weights: StrictBool = Field(
         default=False, description="whether the optimizer holds weights of its own"
     )

@@ -125,11 +125,6 @@ class Network:
         slowest = min((self.wires[wire].bytes_per_s / load for wire, load in path.loaded()), default=math.inf)
         return path.busy_bytes(num_bytes) / slowest
 
-    @property
-    def is_overlapped(self) -> bool:
-        """Whether both ends compute while any message crosses."""
-        return all(path.overlap is Overlap.FULL for path in self.paths.values())
-
     def is_shared(self) -> bool:
         """Whether any wire lies on more than one path."""
         seen: set[int] = set()

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
+from bireme.balance import split
 from bireme.errors import BiremeError
 from bireme.schedule.generators.shape import Schedule, Shape, backward, draining, forward
 from bireme.schedule.instruction import Instruction, Kind
@@ -124,10 +125,7 @@ SEQUENTIAL = Schedule(
 def _groups(shape: Shape) -> list[range]:
     """The micro-batches in runs of p or a little more, as equal as they can be."""
     count = max(1, shape.num_microbatches // shape.num_ranks)
-    size, longer = divmod(shape.num_microbatches, count)
-    bounds = [0]
-    for i in range(count):
-        bounds.append(bounds[-1] + size + (i < longer))
+    bounds = itertools.accumulate(split(shape.num_microbatches, count), initial=0)
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 

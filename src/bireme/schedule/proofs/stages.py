@@ -195,7 +195,7 @@ class _StageProof:
         key = _key(step)
         done = self.halves.get(key, frozenset())
         adds = _WHOLE if step.half is None else frozenset({step.half})
-        if done & adds or key[1] in self.finished.get(key[0], ()) or self._is_updated(key):
+        if done & adds or key[1] in self.finished.get(key[0], ()) or self.updated & {(key[0], None), key}:
             yield f"{step} runs a second time."
             return
         yield from self._wrong_version(step)
@@ -335,9 +335,6 @@ class _StageProof:
         if step.microbatch is None:
             return step.batch + 1
         return step.batch * self.program.num_microbatches + step.microbatch + 1
-
-    def _is_updated(self, key: tuple[int, int]) -> bool:
-        return (key[0], None) in self.updated or key in self.updated
 
 
 def _key(step: Instruction) -> tuple[int, int]:
