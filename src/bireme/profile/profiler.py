@@ -362,9 +362,9 @@ class _Work:
             for index, num_bytes in own.items():
                 if num_bytes > memory_bytes:
                     raise BiremeError(
-                        f"{self.first.units[index].name} needs {num_bytes / 2**30:.1f} GiB with {size} samples, "
-                        f"and the device has {memory_bytes / 2**30:.1f} GiB. Profile smaller micro-batches, or "
-                        "estimate on the meta device."
+                        f"{self.first.units[index].name} needs {num_bytes / 2**30:.1f} GiB with {size} "
+                        f"samples, and the device has {memory_bytes / 2**30:.1f} GiB. Profile smaller "
+                        "micro-batches, or estimate on the meta device."
                     )
         message_bytes = max(one.boundary_bytes for own in self.residues.values() for one in own.values())
         counted = self.pieces, needed, memory_bytes, message_bytes

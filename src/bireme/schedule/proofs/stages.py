@@ -195,7 +195,8 @@ class _StageProof:
         key = _key(step)
         done = self.halves.get(key, frozenset())
         adds = _WHOLE if step.half is None else frozenset({step.half})
-        if done & adds or key[1] in self.finished.get(key[0], ()) or self.updated & {(key[0], None), key}:
+        is_updated = (key[0], None) in self.updated or key in self.updated
+        if done & adds or key[1] in self.finished.get(key[0], ()) or is_updated:
             yield f"{step} runs a second time."
             return
         yield from self._wrong_version(step)
