@@ -14,7 +14,7 @@ from bireme.codec.sum_description import SiteRounds
 from bireme.errors import BiremeError
 from bireme.plan.agreements import agreements
 from bireme.plan.explain import Help, changes, explain
-from bireme.plan.forecast import Answer
+from bireme.plan.forecast import Answer, NothingFits
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import device_ranges
 from bireme.plan.plan_request import PlanRequest
@@ -65,7 +65,7 @@ def test_a_faster_link_helps_where_the_link_is_slow(bytes_per_s: float, least: f
     answer = find_plan(tiny_profile(), cluster, request)
     assert isinstance(answer, Answer)
 
-    def search(profile: Profile, changed: Cluster, request: PlanRequest) -> object:
+    def search(profile: Profile, changed: Cluster, request: PlanRequest) -> Answer | NothingFits:
         if changed.bandwidth(0, 1) == bytes_per_s:
             raise BiremeError("Another change.")
         return find_plan(profile, changed, request)
@@ -221,7 +221,7 @@ def test_a_change_that_cannot_be_is_left_out() -> None:
     answer = find_plan(tiny_profile(), two(1e9), request)
     assert isinstance(answer, Answer)
 
-    def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> object:
+    def search(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer | NothingFits:
         """What refuses batches of 8 samples, as where no micro-batches make them up."""
         if request.batch_size == 8:
             raise BiremeError("No plan makes batches of 8 samples.")

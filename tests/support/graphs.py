@@ -46,7 +46,7 @@ def remember_captures() -> None:
     settings = Captures.__init__.__kwdefaults__
     assert settings is not None
     settings["front_end"] = _remembered
-    RunModel.dropouts = _remembered_dropouts  # type: ignore[method-assign]
+    RunModel.dropouts = _remembered_dropouts  # type: ignore[method-assign, assignment]
 
 
 _dropouts: dict[str, int | None] = {}
