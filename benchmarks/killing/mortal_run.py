@@ -341,8 +341,10 @@ def mortal_run(
         process.close()
 
 
-def losses_of_one_process(path: Path) -> list[float]:
-    """What one process makes of the samples of a run's ledger, batch by batch."""
+def losses_of_one_process(path: Path, *, num_microbatches: int | None = None) -> list[float]:
+    """What one process makes of the samples of a run's ledger, batch by batch, each in that number of
+    micro-batches, by default as many as in the run's plan.
+    """
     torch.set_num_threads(1)
     folder = RunFolder.of(path)
     asked = folder.load_run()
@@ -358,6 +360,7 @@ def losses_of_one_process(path: Path) -> list[float]:
 
     plan = load_plan(folder.plan).plan
     alone = replace(plan, cuts=(), width=1, updates_early=False, micro_batch_sizes=(), devices=())
+    alone = replace(alone, num_microbatches=num_microbatches or alone.num_microbatches)
     training = asked.training
     pipeline = Pipeline(
         graph,

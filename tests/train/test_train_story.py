@@ -119,8 +119,6 @@ def test_machines_come_go_and_are_lost_with_their_coordinator_and_the_model_is_t
     assert check.is_whole
     assert (blue.run / "model").is_dir()
     trained = {one["step"]: one["loss"] for one in metrics(blue.run, "train")}
-    expected = losses_of_one_process(blue.run)
+    expected = losses_of_one_process(blue.run, num_microbatches=4)
     found = [trained[step] for step in sorted(trained)]
-    # Rounding grows with the steps, and smoothly: it was 1e-4 after the rates of 100 steps had added up to 1.
-    assert found[:300] == pytest.approx(expected[:300], rel=1e-4)
-    assert found == pytest.approx(expected, rel=1e-2)
+    assert found == pytest.approx(expected, rel=1e-4)
