@@ -8,7 +8,7 @@ from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program
 
 
-def page(
+def paged_programs(
     program: Program,
     sizes: Sizes,
     budgets: Budgets,
@@ -16,10 +16,9 @@ def page(
     chunk_bytes: int | None = None,
     is_summed: bool = False,
     host_updates: bool = False,
-    ahead: int = 1,
     **how: Any,
-) -> Program:
-    """The program within the budgets, or itself where every rank fits; `how` is as for `PagedPrograms`."""
+) -> PagedPrograms:
+    """The program within the budgets, for any lead of the copies; `how` is as for `PagedPrograms`."""
     cut = cut_memory(
         program,
         sizes,
@@ -27,4 +26,9 @@ def page(
         chunk_bytes=chunk_bytes,
         host_updates=host_updates and not is_summed,
     )
-    return PagedPrograms(program, cut, is_summed=is_summed, **how).fetched(ahead)
+    return PagedPrograms(program, cut, is_summed=is_summed, **how)
+
+
+def page(program: Program, sizes: Sizes, budgets: Budgets, *, ahead: int = 1, **how: Any) -> Program:
+    """The same with one lead of the copies; the program itself where every rank fits."""
+    return paged_programs(program, sizes, budgets, **how).fetched(ahead)
