@@ -217,7 +217,7 @@ def explain(
     cluster: Cluster,
     request: PlanRequest,
     answer: Answer,
-    search: Search,
+    search: Callable[[Profile, Cluster, PlanRequest], object],
     *,
     tell: _Tell = lambda *_: None,
 ) -> tuple[Help, ...]:

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import lcm
@@ -20,7 +20,7 @@ from bireme.schedule.catalogue import generate, schedule_named
 from bireme.schedule.gathering import gathered
 from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.source import WRITTEN_OUT, fold
+from bireme.schedule.source import WRITTEN_OUT
 from bireme.schedule.weave import UpdateTiming
 
 Grid = tuple[tuple[int, ...], ...]
@@ -248,8 +248,6 @@ _OF_OUTLINES = ("schedule", "num_microbatches", "updates_early", "updates_halfwa
 
 @lru_cache(maxsize=256)
 def _program(draft: Draft, num_batches: int) -> Program:
-    if num_batches > WRITTEN_OUT:  # made of short windows, which are known
-        return fold(partial(_program, draft), num_batches)
     outline = draft.outline
     return generate(
         outline.schedule,
