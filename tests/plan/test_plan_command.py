@@ -437,7 +437,7 @@ def test_a_damaged_profile_is_refused(capsys: Capture) -> None:
 
 @pytest.mark.slow
 def test_the_code_of_the_document_works(capsys: Capture) -> None:
-    text = (ROOT / "docs" / "plan.md").read_text()
+    text = (ROOT / "docs" / "plan-files.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     exec(compile(code, "plan.md", "exec"), {})
     assert "samples/s" in capsys.readouterr().out
