@@ -1,11 +1,14 @@
 """Every command that a page shows is run, or has a reason why not, and prints what the page shows."""
 
 import os
+import platform
+import re
 import shutil
 import signal
 import time
-from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Iterator
+from contextlib import closing, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
@@ -13,17 +16,19 @@ from pathlib import Path
 import pytest
 
 from bireme.cluster.machine import host_name, processor_name
+from bireme.machines.keys import HOME as HOME_OF_KEYS
 from bireme.plan.explain import changes
 from bireme.plan.fit import fit
 from bireme.profile import profiler
 from tests.plan.conftest import brief_searches, remember_estimates  # noqa: F401 (fixtures)
 from tests.support.alone import alone
 from tests.support.command import bireme_once, run_words
-from tests.support.copies import Copy
+from tests.support.copies import TORCHRUN, Copy
 from tests.support.extent import TRY_ALL
 from tests.support.graphs import remember_captures
 from tests.support.once import made_once
 from tests.support.patience import patience_s
+from tests.support.ports import free_port
 from tests.support.shown_commands import (
     PAGES,
     ROOT,
@@ -38,7 +43,7 @@ from tests.support.shown_commands import (
     with_outputs,
 )
 from tests.support.tiny_profiles import LITTLE
-from tests.support.tiny_project import make_project
+from tests.support.tiny_project import make_project, make_shop
 
 remember_captures()
 
@@ -76,6 +81,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 def _make_first_run(folder: Path) -> None:
     """A reader's folder: a model, data, a run file and a run that has ended."""
     make_project(folder)
+    make_shop(folder)
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "run.toml").write_text(RUN)
     (folder / "book.txt").write_text((folder / "data" / "texts" / "code.txt").read_text())
@@ -89,7 +95,7 @@ def _make_first_run(folder: Path) -> None:
 
 
 class Reader:
-    """Types commands in a folder, one after the other."""
+    """Types commands in a folder, one after the other, on one machine or several of the loopback."""
 
     def __init__(self, folder: Path, commands: Iterable[ShownCommand]) -> None:
         pytest.importorskip("transformers")
@@ -98,6 +104,8 @@ class Reader:
         self._folder = folder
         self._names = {str(folder): HOME, str(made): HOME, processor_name(): "AMD EPYC"}
         self._names |= {f"{host_name()}/": "red/"}
+        self._beside = list[tuple[ShownCommand, Copy]]()
+        self._port = free_port()
         for command in commands:  # which make what a reader has elsewhere
             match command.words:
                 case ["bireme", "init", name, *_]:
@@ -111,38 +119,81 @@ class Reader:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text)
 
-    def type(self, command: ShownCommand) -> tuple[int | None, str]:
-        """The exit status of a command and its output."""
-        words = command.words[1:]
-        if command.block.is_long or command.block.is_interrupted:
-            status, text = self._in_a_process(words, command)
-        else:
-            out = StringIO()
-            with redirect_stdout(out), redirect_stderr(out):
-                status = run_words(words)
-            text = out.getvalue()
-        for own, shown in self._names.items():
-            text = text.replace(own, shown)
-        return status, "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    def type(self, command: ShownCommand) -> tuple[int | None, str] | None:
+        """The exit status of a command and its output; None if it goes on."""
+        if command.block.is_in_a_process:
+            return self._in_a_process(command)
+        out = StringIO()
+        with redirect_stdout(out), redirect_stderr(out):
+            status = run_words(command.words[1:])
+        return status, self._as_shown(out.getvalue())
 
-    def _in_a_process(self, words: list[str], command: ShownCommand) -> tuple[int | None, str]:
-        process = Copy(["-m", "bireme", *words], self._folder, first=_into_one_file)
-        try:
+    def ended(self) -> Iterator[tuple[ShownCommand, int | None, str]]:
+        """The commands that went on, with their exit status and their output."""
+        for command, process in self._beside:
             if command.block.is_interrupted:
-                end_s = time.monotonic() + patience_s()
-                while process.out.read_text().count("\n") < command.shown.count("\n"):
-                    assert process.poll() is None, process.out.read_text()
-                    assert time.monotonic() < end_s, process.out.read_text()
-                    time.sleep(0.02)
                 process.send_signal(signal.SIGINT)
             text, _ = process.communicate(patience_s())
-            return process.returncode, text
-        finally:
+            yield command, process.returncode, self._as_shown(text)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for _, process in self._beside:
             process.close()
 
+    def _in_a_process(self, command: ShownCommand) -> tuple[int | None, str] | None:
+        block, machine = command.block, command.block.machine
+        variables = {HOME_OF_KEYS: str(self._folder.parent / machine)} if machine else {}
+        first = partial(_be, machine)
+        process = Copy(self._words(command), self._folder, variables=variables, first=first)
+        self._beside.append((command, process))
+        if block.is_interrupted or block.is_beside:
+            self._wait_for_lines(process, command.shown.partition("…")[0].count("\n"))
+        if block.is_beside:
+            return None
+        if block.is_interrupted:
+            process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(patience_s())
+        self._beside.pop()
+        process.close()
+        return process.returncode, self._as_shown(text)
 
-def _into_one_file() -> None:
+    def _words(self, command: ShownCommand) -> list[str]:
+        """The words for Python: addresses are of the loopback, tokens those that were printed."""
+        match [re.sub(r"\d+(\.\d+){3}(?=:|$)", "127.0.0.1", word) for word in command.words]:
+            case ["torchrun", *words]:
+                own = ["-m" if word == "--no-python" else word for word in words]
+                return ["-m", TORCHRUN, "--master-port", str(self._port), *own]
+            case ["bireme", "join" | "doctor" as verb, str(), "--token", _, *more]:
+                printed = "".join(process.out.read_text() for _, process in self._beside)
+                line = re.findall(rf"bireme {verb} (\S+) --token (\S+)", printed)[-1]
+                return ["-m", "bireme", verb, line[0], "--token", line[1], *more]
+            case ["bireme", "doctor", "--listen", _]:
+                return ["-m", "bireme", "doctor", "--listen", "127.0.0.1:0"]
+            case ["bireme", "coordinate", *words]:
+                return ["-m", "bireme", "coordinate", "--listen", "127.0.0.1:0", *words]
+            case [_, *words]:
+                return ["-m", "bireme", *words]
+        raise AssertionError(command.typed)
+
+    def _wait_for_lines(self, process: Copy, count: int) -> None:
+        end_s = time.monotonic() + patience_s()
+        while process.out.read_text().count("\n") < count:
+            assert process.poll() is None, process.out.read_text()
+            assert time.monotonic() < end_s, process.out.read_text()
+            time.sleep(0.02)
+
+    def _as_shown(self, text: str) -> str:
+        for own, shown in self._names.items():
+            text = text.replace(own, shown)
+        return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def _be(machine: str) -> None:
+    """Write both streams into one file, on the machine of that name."""
     os.dup2(1, 2)
+    if machine:
+        platform.node = lambda: machine
 
 
 def commands_of(page: Path) -> list[ShownCommand]:
@@ -171,19 +222,25 @@ def test_a_page_shows_what_its_commands_print(
         monkeypatch.setattr("bireme.plan.explain.changes", lambda *asked: [*changes(*asked)][:2])
         monkeypatch.setattr("bireme.plan.fit.fit", lambda question, within_s: fit(question, within_s=0.0))
     outputs = dict[int, str]()
-    for part in parts:
-        if isinstance(part, ShownFile):
-            reader.write(part)
-            continue
-        status, printed = reader.type(part)
-        assert status == part.block.status, f"{part.typed}\n{printed}"
-        if not part.shown or agrees(part, printed):
-            continue
+
+    def compare(command: ShownCommand, status: int | None, printed: str) -> None:
+        assert status == command.block.status, f"{command.typed}\n{printed}"
+        if agrees(command, printed):
+            return
         if WRITE not in os.environ:
-            assert shape_of(part.shown) == shape_of(printed), (
-                f"{page.name} shows something else: {part.typed}"
+            assert shape_of(command.shown) == shape_of(printed), (
+                f"{page.name} shows something else: {command.typed}"
             )
-        outputs[part.begin] = printed
+        outputs[command.begin] = printed
+
+    with closing(reader):
+        for part in parts:
+            if isinstance(part, ShownFile):
+                reader.write(part)
+            elif found := reader.type(part):
+                compare(part, *found)
+        for command, status, printed in reader.ended():
+            compare(command, status, printed)
     if outputs:
         page.write_text(with_outputs(text, outputs), encoding="utf-8")
 
@@ -197,7 +254,7 @@ def test_every_command_of_a_page_is_run_or_has_a_reason(page: Path) -> None:
     assert unmarked_commands(page.read_text(encoding="utf-8")) == []
     for command in commands_of(page):
         if not command.block.reason:
-            assert command.words[0] == "bireme", command.typed
+            assert command.words[0] in ("bireme", "torchrun"), command.typed
 
 
 def test_most_commands_are_run() -> None:
@@ -217,6 +274,7 @@ def test_most_commands_are_run() -> None:
         ("memory 3 GiB", "room 3 GiB", 0),
         ("r is at http://127.0.0.1:41025/abc/", "r is at http://127.0.0.1:1/x-y/", 1),
         ("gpu0  ━━━━────  8 cores", "gpu0 ━━━ 96 cores", 1),
+        ("at 10.0.0.1:29600 (10.0.0.1).", "at 127.0.0.1:4 (1.1.1.9).", 1),
         ("gpu0 int8", "gpu1 int8", 0),
         ("gpu0 int8", "gpu0 int4", 0),
     ],

@@ -11,7 +11,13 @@ A comment of HTML in the line before a block may hold, with commas between them:
     any numbers     counts depend on the machine, too
     status 2        the exit status of its commands, if it is not 0
     until Ctrl-C    its commands run until they are interrupted, after they have printed the lines below them
+    on NAME         its commands are typed on the machine of that name
+    beside          its commands go on beside those of the blocks after it, once the lines above `…` are printed
     not run: WHY    a test cannot run its commands
+    other output: WHY    its commands have to succeed, and may print something else
+
+Machines are on the loopback: addresses on a page stand for any. A line to type that another machine has printed
+is typed with the token and the address of that line.
 
 `python -m tests.support.shown_commands --write [PAGE ...]` runs the commands of pages, and replaces each
 output that differs by the real one; with BIREME_TESTS=all it does so for long ones as well.
@@ -50,6 +56,14 @@ class Block:
     has_any_numbers: bool = False
     status: int = 0
     is_interrupted: bool = False
+    machine: str = ""
+    is_beside: bool = False
+    has_other_output: bool = False
+
+    @property
+    def is_in_a_process(self) -> bool:
+        """Whether its commands need a process of their own."""
+        return self.is_long or self.is_interrupted or self.is_beside or bool(self.machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +104,23 @@ def parts_of(text: str) -> Iterator[ShownFile | ShownCommand]:
 
 def _block(how: str) -> Block:
     words, _, reason = how.partition("not run: ")
-    known = [word.strip() for word in words.split(",") if word.strip()]
+    words, other, _ = words.partition("other output: ")
+    known = {word.strip() for word in words.split(",") if word.strip()}
     status = next((int(word.removeprefix("status ")) for word in known if word.startswith("status ")), 0)
-    flags = "long", "any numbers", "until Ctrl-C"
-    assert {*known} <= {*flags, "status 1", "status 2"}, f"a block of commands has the comment {how!r}"
-    is_long, has_any_numbers, is_interrupted = (flag in known for flag in flags)
-    return Block(reason, is_long, has_any_numbers, status, is_interrupted)
+    machine = next((word.removeprefix("on ") for word in known if word.startswith("on ")), "")
+    flags = "long", "any numbers", "until Ctrl-C", "beside"
+    assert known <= {*flags, "status 1", "status 2", f"on {machine}"}, f"a block has the comment {how!r}"
+    is_long, has_any_numbers, is_interrupted, is_beside = (flag in known for flag in flags)
+    return Block(
+        reason,
+        is_long,
+        has_any_numbers,
+        status,
+        is_interrupted,
+        machine,
+        is_beside,
+        has_other_output=bool(other),
+    )
 
 
 def unmarked_commands(text: str) -> list[str]:
@@ -111,7 +136,8 @@ def unmarked_commands(text: str) -> list[str]:
 
 _NUMBER = r"(?<![\w.])[+−-]?\d[\d,]*(?:\.\d+)*(?:e[+-]?\d+)?"
 _SHAPES = [
-    (re.compile(r"http://127\.0\.0\.1:\d+/[\w-]*/?"), "<address>"),
+    (re.compile(r"(?<![\d.])\d+(?:\.\d+){3}(?::\d+)?(?![\d.])"), "<host>"),
+    (re.compile(r"http://<host>/[\w-]*/?"), "<address>"),
     (re.compile(r"\b\d{8}-\d{6}\b"), "<date>"),
     (re.compile(r"[━─╸╺#▁▂▃▄▅▆▇█]{2,}"), "<bar>"),
     (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b[\w-]{60,}\b"), "<key>"),
@@ -133,6 +159,8 @@ def shape_of(text: str, *, any_numbers: bool = False) -> str:
 
 def agrees(command: ShownCommand, printed: str) -> bool:
     """Whether an output on a page has the shape of the real one."""
+    if not command.shown or command.block.has_other_output:
+        return True
     shown, real = (
         shape_of(text, any_numbers=command.block.has_any_numbers) for text in (command.shown, printed)
     )
