@@ -28,11 +28,11 @@ def test_the_readme_s_python_runs() -> None:
 
 def test_the_codecs_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run can use the page's own codec, too."""
-    found = blocks(ROOT / "docs" / "codecs.md", "python")
+    found = blocks(ROOT / "docs" / "own-codecs.md", "python")
     assert len(found) == 5
     for code in found:
         if "self.narrow" not in code:  # two lines of a user's model
-            exec(compile(code, "codecs.md", "exec"), {"__name__": "codecs.md"})
+            exec(compile(code, "own-codecs.md", "exec"), {"__name__": "own-codecs.md"})
     own = next(code for code in found if "my_codecs.py" in code)
     (tmp_path / "my_codecs.py").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)

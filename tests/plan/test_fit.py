@@ -133,7 +133,7 @@ def test_links_that_several_gpus_of_a_machine_share_attain_less() -> None:
 
 # The page.
 
-PAGE = (Path(__file__).parents[2] / "docs" / "counting.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "figures-fit.md").read_text()
 PAIRS = re.findall(
     r"^\| (\S+) \| (.+?) \| (\w+) \| (\d+) \| (yes|no) \| (\S+) \| (\S+) \|$", PAGE, re.MULTILINE
 )

@@ -9,7 +9,7 @@
     y = codec.decode(message[:used], x.shape, x.dtype)
 
 They need neither the engine nor each other. `Codec` is the protocol for one's own, which a run uses by the
-module that it is in (docs/codecs.md). Importing this imports no
+module that it is in (docs/own-codecs.md). Importing this imports no
 torch: `description` says in plain numbers which codecs there are, for planners and run files.
 """
 
