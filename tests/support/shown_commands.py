@@ -12,12 +12,12 @@ A comment of HTML in the line before a block may hold, with commas between them:
     status 2        the exit status of its commands, if it is not 0
     until Ctrl-C    its commands run until they are interrupted, after they have printed the lines below them
     on NAME         its commands are typed on the machine of that name
-    beside          its commands go on beside those of the blocks after it, once the lines above `…` are printed
+    beside          its commands go on beside those of later blocks, once the lines above `…` are printed
     not run: WHY    a test cannot run its commands
     other output: WHY    its commands have to succeed, and may print something else
 
-Machines are on the loopback: addresses on a page stand for any. A line to type that another machine has printed
-is typed with the token and the address of that line.
+Machines are on the loopback: addresses on a page stand for any. A line to type that another machine has
+printed is typed with the token and the address of that line.
 
 `python -m tests.support.shown_commands --write [PAGE ...]` runs the commands of pages, and replaces each
 output that differs by the real one; with BIREME_TESTS=all it does so for long ones as well.
