@@ -269,6 +269,7 @@ def test_most_commands_are_run() -> None:
         ("step 12/12  loss 4.01\n41,200 tokens/s", "step 12/12 loss 5.6 9 tokens/s", 1),
         ("memory 310 MiB, 4 µs", "memory 1.2 GiB, 1 s", 1),
         ("Wrote 3 files.\n…\nIt … ended.", "Wrote 3 files.\n\nmore\nIt has ended.", 1),
+        ("Wrote 3 files.\n…", "Wrote 3 files.", 1),
         ("Wrote 3 files.", "Wrote 4 files.", 0),
         ("Wrote 3 files.", "Wrote 3 files. And more.", 0),
         ("memory 3 GiB", "room 3 GiB", 0),

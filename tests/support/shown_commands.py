@@ -2,7 +2,7 @@
 
 Pages show commands in blocks of the language `console`. A line that begins with `$ ` is typed; after a
 backslash at its end the next line goes on with it. The lines below a command are its output, both streams as
-in a terminal; `…` stands for any text. A command without lines below it only has to succeed. A block with a
+in a terminal; `…` stands for any text, or for none. A command without lines below it only has to succeed. A block with a
 title is a file in the reader's folder.
 
 A comment of HTML in the line before a block may hold, with commas between them:
@@ -164,7 +164,7 @@ def agrees(command: ShownCommand, printed: str) -> bool:
     shown, real = (
         shape_of(text, any_numbers=command.block.has_any_numbers) for text in (command.shown, printed)
     )
-    return re.fullmatch(re.escape(shown).replace("…", ".*"), real) is not None
+    return re.fullmatch(re.escape(shown).replace("\\ …", ".*").replace("…", ".*"), real) is not None
 
 
 def with_outputs(text: str, outputs: dict[int, str]) -> str:
