@@ -2,8 +2,8 @@
 
 Pages show commands in blocks of the language `console`. A line that begins with `$ ` is typed; after a
 backslash at its end the next line goes on with it. The lines below a command are its output, both streams as
-in a terminal; `…` stands for any text, or for none. A command without lines below it only has to succeed. A block
-with a title is a file in the reader's folder.
+in a terminal; `…` stands for any text, or for none. A command without lines below it only has to succeed.
+A block with a title is a file in the reader's folder.
 
 A comment of HTML in the line before a block may hold, with commas between them:
 
