@@ -394,5 +394,5 @@ def test_a_model_that_no_inputs_can_be_made_for_is_refused(tmp_path: Path) -> No
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(BiremeError, match=r"install bireme\[hf\]"):
+    with pytest.raises(BiremeError, match=r'pip install "bireme\[hf\]"'):
         load_source(f"hf:{folder_of_family(tmp_path, 'LlamaForCausalLM')}")
