@@ -19,6 +19,12 @@ BATCH = 16
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle knows no bundles."""
+    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+
+
 def run_of(
     codec: str,
     schedule: str = "1f1b",
