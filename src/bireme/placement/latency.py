@@ -402,7 +402,9 @@ class _Merging:
         renumbered = {family: number for number, family in enumerate(families)}
         nets = self._nets(number_of)
         nodes = self.workload.nodes
-        numbers = np.array([(one.accelerator_time, one.cpu_time, one.size_bytes) for one in nodes])
+        numbers = np.array(
+            [(one.accelerator_time, one.cpu_time, one.size_bytes) for one in nodes], np.float64
+        )
         sums = np.array([numbers[list(places)].sum(axis=0) for places in members])
         can_accelerate = np.array([self.can_accelerate[group] for group in order], np.bool_)
         return LatencySteps(
