@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.board import PeerLost
-from bireme.runtime.line_group import LineGroup
+from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
 from bireme.sync.group import AbortedError, CollectiveError, DirectSums
@@ -29,8 +29,8 @@ def on_threads(
         ranks, others = range(num), [one for one in range(num) if one != rank]
         sockets, _ = met(store, "here", rank, ranks, others, patience_s())
         assert len(set(hosts_met(store, "here", ranks))) == 1
-        lines = {peer: one for (peer, _), one in sockets.items()}
-        group = LineGroup(rank, ranks, lines, hosts[:num], timeout_s=waits_s)
+        lines = GroupLines({peer: one for (peer, _), one in sockets.items()}, hosts[:num])
+        group = LineGroup(rank, ranks, lines, timeout_s=waits_s)
         try:
             return work(group)
         finally:
@@ -172,3 +172,22 @@ def test_sums_of_other_kinds_of_numbers() -> None:
 
     for tensors in on_threads(3, work):
         assert all(bool((one == 6).all()) for one in tensors)
+
+
+def test_a_group_uses_the_lines_of_the_one_before_whoever_is_slower() -> None:
+    """A member may be in the second group, and have sent there, while another one waits in the first."""
+
+    def work(group: LineGroup) -> list[float]:
+        found = []
+        lines = group._lines
+        for turn in range(3):
+            now = group if turn == 0 else LineGroup(group.rank, range(3), lines, timeout_s=patience_s())
+            if now.rank == 0 and turn == 0:
+                threading.Event().wait(0.1)
+            for size in (3, 70_000):
+                total = torch.full((size,), float(now.rank + turn))
+                now.all_reduce(total).wait()
+                found.append(float(total[-1]))
+        return found
+
+    assert on_threads(3, work) == [[3.0, 3.0, 6.0, 6.0, 9.0, 9.0]] * 3

@@ -3,6 +3,7 @@
 The engine knows ranks through this alone, so the same engine runs on processes and, in tests, on threads.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
-from bireme.runtime.line_group import LineGroup
+from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
 from bireme.runtime.socket_transport import SocketPending, SocketTransport, hosts_met, meet, met
 from bireme.runtime.stage_messages import Channel, Transport
@@ -319,12 +320,13 @@ class DistFabric:
             transport = NcclTransport(ranks, routes, world.device)
         else:
             place = ranks.index(world.rank)
+            # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             neighbors = neighbors_of(place, routes)
             if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
                 neighbors |= set(range(1, world.size)) if place == 0 else {0}
             lines = meet(
                 world.store,
-                self._next_meeting(),
+                f"meeting {world.store.add(f'meetings of {world.rank}', 1)}",
                 rank=place,
                 ranks=ranks,
                 neighbors=neighbors,
@@ -361,24 +363,25 @@ class DistFabric:
             group = DistGroup(made)
             world.watch.abort_on_failure(group)
             return group
-        name = self._next_meeting()
         if self.rank not in ranks:
             return None
         place, waits_s = ranks.index(self.rank), world.timeout_s
-        others = [one for one in range(len(ranks)) if one != place]
-        sockets, _ = met(world.store, name, place, ranks, others, waits_s)
-        lines = {peer: one for (peer, _), one in sockets.items()}
-        hosts = hosts_met(world.store, name, ranks)
-        group = LineGroup(place, ranks, lines, hosts, timeout_s=waits_s)
+        kept = world.group_lines.setdefault(tuple(ranks), deque())
+        lines = kept.popleft() if kept else self._lines_among(ranks, place)
+        group = LineGroup(place, ranks, lines, timeout_s=waits_s, keep=kept.append)
         world.watch.abort_on_failure(group)
         return group
 
-    def _next_meeting(self) -> str:
-        """A name for it: all ranks have the same meetings. Counted in the store: a world may see many
-        fabrics.
+    def _lines_among(self, ranks: Sequence[int], place: int) -> GroupLines:
+        """New lines to the others of these ranks, of which this is the one at that place. To meet takes some
+        messages to and from each of them, one after the other.
         """
-        world = self._world
-        return f"meeting {world.store.add(f'meetings of {world.rank}', 1)}"
+        world, words = self._world, "-".join(map(str, ranks))
+        name = f"group {words} {world.store.add(f'group {words} of {world.rank}', 1)}"
+        others = [one for one in range(len(ranks)) if one != place]
+        sockets, _ = met(world.store, name, place, ranks, others, world.timeout_s)
+        hosts = hosts_met(world.store, name, ranks)
+        return GroupLines({peer: one for (peer, _), one in sockets.items()}, hosts)
 
 
 def neighbors_of(rank: int, routes: Routes) -> set[int]:

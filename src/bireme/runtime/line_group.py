@@ -24,30 +24,45 @@ _WHOLE_BYTES = 64 * 1024
 """The most that a member sends whole to several others: parts are fewer bytes, but two messages."""
 
 
+class GroupLines:
+    """The lines to the other members of a group, by their places, and the host that each member is on."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], hosts: Sequence[str]) -> None:
+        self.of_places = {place: PeerLine(place, made, reads_early=True) for place, made in sockets.items()}
+        self.hosts = tuple(hosts)
+        self.num_groups = 0
+        """How many groups have used them, one after the other."""
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for line in self.of_places.values():
+            line.socket.close()
+
+
 class LineGroup:
-    """This process's place among `ranks`, which are processes of the world, each on one of the `hosts`;
-    `sockets` lead to the others, by their places.
+    """This process's place among `ranks`, which are processes of the world, on these lines. Whoever closes it
+    gives the lines to `keep`, for the next group of the same ranks, unless it was aborted.
     """
 
     def __init__(
         self,
         rank: int,
         ranks: Sequence[int],
-        sockets: Mapping[int, socket.socket],
-        hosts: Sequence[str],
+        lines: GroupLines,
         *,
         timeout_s: float,
+        keep: Callable[[GroupLines], object] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(ranks)
-        self._is_ring = 1 < len(set(hosts)) < len(hosts)
-        self._ranks, self._sockets = tuple(ranks), [*sockets.values()]
+        self._is_ring = 1 < len(set(lines.hosts)) < len(lines.hosts)
+        self._ranks, self._lines, self._keep = tuple(ranks), lines, keep
         self._is_aborted = False
-        lines = {place: PeerLine(place, made, reads_early=True) for place, made in sockets.items()}
+        lines.num_groups += 1
         self._group = RoundGroup(
             rank,
             range(len(ranks)),
-            lines.__getitem__,
-            Stamp(0, 0, 0),
+            lines.of_places.__getitem__,
+            Stamp(0, lines.num_groups, 0),
             timeout_s=timeout_s,
             check=self._check,
         )
@@ -108,14 +123,17 @@ class LineGroup:
     def abort(self) -> None:
         """Give up, from any thread."""
         self._is_aborted = True
-        for one in self._sockets:
+        for one in self._lines.of_places.values():
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                one.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the sockets."""
-        for one in self._sockets:
-            one.close()
+        """Give the lines back, or close them."""
+        keep, self._keep = self._keep, None
+        if keep is None or self._is_aborted:
+            self._lines.close()
+        else:
+            keep(self._lines)
 
     def _begun(
         self,

@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -27,6 +28,7 @@ from bireme.devices import (
 )
 from bireme.errors import BiremeError
 from bireme.runtime.board import Board, RankFailed, die_with_parent
+from bireme.runtime.line_group import GroupLines
 from bireme.runtime.stores import HashStore, PrefixStore, Store, environment_store, part_of, torch_store
 from bireme.runtime.watch import Watch, is_of_a_peer
 from bireme.wire.listener import own_address, sealed
@@ -75,6 +77,8 @@ class World:
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
         self._group_store: Store = PrefixStore("group", store)
+        self.group_lines: dict[tuple[int, ...], deque[GroupLines]] = {}
+        """Lines among some ranks that no group uses at present: for the next pipeline."""
         self.watch = Watch(Board(store, size), rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
 
     @classmethod
@@ -164,6 +168,9 @@ class World:
                 self._fail(error)
         finally:
             self.watch.stop()
+            for kept in self.group_lines.values():
+                while kept:
+                    kept.popleft().close()
             # NCCL's communicators wait for ranks that are gone; those of a failed process end with it.
             if dist.is_initialized() and (orderly or self.backend == "gloo"):
                 dist.destroy_process_group()

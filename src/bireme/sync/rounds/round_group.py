@@ -102,6 +102,10 @@ class PeerLine:
         self._stamp = stamp
         self._is_held = False
         self._expected.clear()
+        self._came.clear()
+        self._reads = None
+        if self._early is not None:
+            self._early = {tag: body for tag, body in self._early.items() if tag.stamp >= stamp}
         outgoing = self._connection.outgoing
         while outgoing and not outgoing[-1].is_begun:
             outgoing.pop()
