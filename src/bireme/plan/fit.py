@@ -228,7 +228,8 @@ class _Planner:
         if best is None or best.plan.recompute:
             words = "offloading to the hosts (memory.device)"
             offloading = replace(self.request, memory=TierLimits())
-            yield words, partial(self._help, words, self.cluster, offloading, best, schedule)
+            drains = SCHEDULES_TRIED[0] if self.cluster.num_devices > 1 else None
+            yield words, partial(self._help, words, self.cluster, offloading, best, schedule or drains)
 
     @staticmethod
     def _help_of(words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
@@ -262,7 +263,14 @@ class _Planner:
         tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
         names = tried if schedule is None else (schedule,)
         found = [
-            find_plan(self.profile, cluster, replace(request, schedule=name), is_brief=True, advises=False)
+            find_plan(
+                self.profile,
+                cluster,
+                replace(request, schedule=name),
+                is_brief=True,
+                advises=False,
+                compares=False,
+            )
             for name in names
         ]
         fitting = [one for one in found if isinstance(one, Answer)]

@@ -452,8 +452,9 @@ def with_paging(
     walked: set[Draft],
     *,
     is_brief: bool,
+    compares: bool = True,
 ) -> Answer | NothingFits:
-    """The best plan that fits, whether it pages or not, and what the other ways would take.
+    """The best plan that fits, whether it pages or not, and what the other ways would take, if it `compares`.
 
     Plans that cost more than `most_cost` with room for everything are not made to page, and those that cost
     more when they page are left out; if nothing is left, this raises NoRoomError. If the best plan costs
@@ -501,7 +502,7 @@ def with_paging(
         tuple(candidates),
         replace(basis.origin, how=how, cluster=cluster_hash(cluster)),
         basis.num_tried + walk.num_tried,
-        tuple(_ways(plain, roomy, walk)) if cost(candidates[0]) < most_cost else (),
+        tuple(_ways(plain, roomy, walk)) if compares and cost(candidates[0]) < most_cost else (),
     )
 
 

@@ -46,11 +46,13 @@ def find_plan(
     progress: Progress | None = None,
     is_brief: bool = False,
     advises: bool = True,
+    compares: bool = True,
 ) -> Answer | NothingFits:
     """The best plans for a model of that profile on that cluster, or why there is none.
 
     With `is_brief`, for a run that is over soon, the search stops early where it would go through all plans.
-    Without `advises` the changes that would make a plan fit are not looked for.
+    Without `advises` the changes that would make a plan fit are not looked for. Without `compares` nothing is
+    said of the other ways to live with the memory.
     """
     tell = progress or (lambda _share: None)
     if request.equal_widths_because:
@@ -64,6 +66,7 @@ def find_plan(
             progress=lambda done: tell((place + done) / count),
             is_brief=is_brief,
             advises=advises and chooses_way and not place,
+            compares=compares,
         )
 
     chooses_way = bool(request.sync_choices) or request.codec == AUTO
@@ -94,7 +97,9 @@ def find_plan(
             return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
         if asked.memory is None:
             return on(cluster, asked)
-        return with_paging(profile, cluster, asked, on, most_cost, walked, is_brief=walks_briefly)
+        return with_paging(
+            profile, cluster, asked, on, most_cost, walked, is_brief=walks_briefly, compares=compares
+        )
 
     try:
         if request.shard == AUTO:
