@@ -20,12 +20,19 @@ def find_plan_once(
     progress: search.Progress | None = None,
     is_brief: bool = False,
     advises: bool = True,
+    compares: bool = True,
 ) -> Answer | NothingFits:
     """`find_plan`, or what it found before."""
-    question = repr((profile, cluster, request, is_brief, advises, explorers.MOST_INSTRUCTIONS))
+    question = repr((profile, cluster, request, is_brief, advises, compares, explorers.MOST_INSTRUCTIONS))
     if question not in _found:
         _found[question] = _find_plan(
-            profile, cluster, request, progress=progress, is_brief=is_brief, advises=advises
+            profile,
+            cluster,
+            request,
+            progress=progress,
+            is_brief=is_brief,
+            advises=advises,
+            compares=compares,
         )
     return _found[question]
 
