@@ -1,6 +1,8 @@
 """Groups over sockets of their own: sums of the same bits on all members, in every way they are made."""
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
 from bireme.sync.group import AbortedError, CollectiveError, DirectSums
+from bireme.sync.rounds.round_group import PeerLine, Stamp, Tag, bytes_of
 from tests.support.patience import patience_s
 from tests.support.together import run_threads
 
@@ -191,3 +194,29 @@ def test_a_group_uses_the_lines_of_the_one_before_whoever_is_slower() -> None:
         return found
 
     assert on_threads(3, work) == [[3.0, 3.0, 6.0, 6.0, 9.0, 9.0]] * 3
+
+
+def test_a_frame_of_the_next_group_that_has_come_in_part_is_not_lost() -> None:
+    """The slower member is in the middle of reading it when its own first group ends."""
+    ends = socket.socketpair()
+    fast, slow = (PeerLine(place, made, reads_early=True) for place, made in enumerate(ends))
+    first, second = Stamp(0, 1, 0), Stamp(0, 2, 0)
+    slow.begin(first)
+    fast.begin(second)
+    given, taken = torch.arange(2**20, dtype=torch.float32), torch.zeros(2**20)
+    slow.expect(Tag(first, 1, 0), bytes_of(torch.zeros(1)))  # so that it reads
+    fast.send(Tag(second, 1, 0), bytes_of(given))
+    fast.move()
+    assert slow.move() == []
+    assert not fast.has_sent, "the rest waits for room"
+
+    slow.begin(second)
+    slow.expect(Tag(second, 1, 0), bytes_of(taken))
+    end_s, arrived = time.monotonic() + patience_s(), []
+    while not arrived and time.monotonic() < end_s:
+        fast.move()
+        arrived = slow.move()
+    assert arrived == [Tag(second, 1, 0)]
+    assert torch.equal(taken, given)
+    for one in ends:
+        one.close()

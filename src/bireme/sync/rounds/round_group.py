@@ -103,7 +103,6 @@ class PeerLine:
         self._is_held = False
         self._expected.clear()
         self._came.clear()
-        self._reads = None
         if self._early is not None:
             self._early = {tag: body for tag, body in self._early.items() if tag.stamp >= stamp}
         outgoing = self._connection.outgoing
@@ -112,7 +111,9 @@ class PeerLine:
         for frame in outgoing:
             frame.rest = [memoryview(bytes(view)) for view in frame.rest]
         self._current = None
-        self._connection.skip_body()
+        if self._reads is None or self._reads[0].stamp < stamp:
+            self._reads = None
+            self._connection.skip_body()
 
     def send(self, tag: Tag, payload: memoryview) -> None:
         """Send a frame. The payload must stay as it is until the frame has gone, or until `begin`."""
