@@ -21,7 +21,7 @@ CONTEXT, VOCAB = 8, 16
 
 @pytest.mark.parametrize("word", ["int8", "int2", "threshold:0.1:3:2", "lowrank:2:1"])
 def test_a_sum_of_the_study_is_the_sum_of_the_engine(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)  # the oracle knows no bundles
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)  # the oracle knows no bundles
     shapes = {"matrix": (24, 20), "small": (8, 4), "other": (1300,)}
     draw, oracle = torch.Generator().manual_seed(0), CodedOracle(word)
     sums = CodedSums(parse_sum_codec(word), NUM_REPLICAS)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle knows no bundles."""
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)
 
 
 def run_of(

@@ -36,7 +36,7 @@ WIDTH = 20
 @pytest.fixture(autouse=True)
 def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle knows no bundles."""
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)
 
 
 @cache

@@ -29,7 +29,7 @@ BATCH = 16
 @pytest.fixture(autouse=True)
 def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle knows no bundles."""
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)
 
 
 def replicas_of(num_batches: int, setting: Setting, num: int = 2, **more: object) -> Replicas:

@@ -31,7 +31,7 @@ ONCE_A_BATCH = Plan((2, 4, 6), 4, "1f1b", width=2, stages_per_rank=2, sweep=4)
 @pytest.fixture(autouse=True)
 def _each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle knows no bundles."""
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)
 
 
 def cuts_of(pipeline: Pipeline) -> dict[str, tuple[slice, ...]]:

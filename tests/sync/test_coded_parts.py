@@ -103,7 +103,7 @@ def test_what_arrives_and_what_is_unsent_are_all_that_there_was(
 def test_three_replicas_get_what_plain_loops_with_the_same_codec_get(
     codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", 0)
+    monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", 0)
     batches, oracle = gradients_of(3, (1000, 40, 2081, 300), 4), CodedOracle(codec)
     members = summed(codec, batches)
     for batch, (of_members, found) in enumerate(zip(batches, members[0].sums, strict=True)):
@@ -118,7 +118,7 @@ def test_small_tensors_in_a_bundle_get_what_they_get_alone(num: int, monkeypatch
     """Every tensor begins with a block of its own there, so nothing of its neighbors is in its codes."""
     batches, found = gradients_of(num, (1000, 40, 2081, 300, 31, 4096), 4), []
     for most in (2**16, 1500, 0):
-        monkeypatch.setattr("bireme.sync.coded.MOST_BUNDLED", most)
+        monkeypatch.setattr("bireme.sync.coded_messages.MOST_BUNDLED", most)
         found.append(summed("int2", batches, slice_bytes=2**14))
         assert_alike(found[-1])
     whole, some, alone = (members[0] for members in found)

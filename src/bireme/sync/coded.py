@@ -11,20 +11,16 @@ which adds it to its own next gradient. Gradients that are small, or of another 
 summed as they are.
 """
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from bireme.codec.above import Threshold, new_memory
-from bireme.codec.blocks import BlockCodec
-from bireme.codec.description import BLOCK
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal_all, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
+from bireme.sync.coded_messages import Messages, coder_of, even_cuts, pieces_of, seed_name
 from bireme.sync.exchange import (
     BatchGradients,
     SentBytes,
@@ -34,9 +30,9 @@ from bireme.sync.exchange import (
     sum_in_slices,
     sum_parts,
 )
-from bireme.sync.feedback import BASIS, RESIDUAL, THRESHOLD, Feedback
-from bireme.sync.group import DirectSums, Group, Pending
-from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
+from bireme.sync.feedback import BASIS, RESIDUAL, Feedback
+from bireme.sync.group import DirectSums, Group
+from bireme.sync.slices import DENSE_SLICE_BYTES
 
 _FLAGS = ""
 """The name of the numbers that tell which gradients a member has."""
@@ -138,10 +134,10 @@ class GradientSummation:
         if goes_along:
             views[_FLAGS], left = numbers, [_FLAGS, *left]
         owners: Sequence[int | None] = [None] if to_all else range(group.size)
-        cuts = _even_cuts(left, views, coded, factors, apart) if is_cut else gradients.cuts
+        cuts = even_cuts(left, views, coded, factors, apart) if is_cut else gradients.cuts
         bundles = kind is SumKind.BITS
         pieces = [
-            [*_pieces_of(owner, group.rank, word, left, views, cuts, kept, apart, bundles=bundles)]
+            [*pieces_of(owner, group.rank, word, left, views, cuts, kept, apart, bundles=bundles)]
             for owner in owners
         ]
         most_bytes //= len(owners)
@@ -200,80 +196,6 @@ class GradientSummation:
             views[name].mul_(factor)
 
 
-def _pieces_of(
-    owner: int | None,
-    rank: int,
-    word: str,
-    names: Sequence[str],
-    views: Mapping[str, Tensor],
-    cuts: Mapping[str, Sequence[slice]],
-    kept: Mapping[str, dict[str, Tensor]],
-    apart: Collection[str],
-    *,
-    bundles: bool,
-) -> Iterator["Piece"]:
-    """The pieces of some gradients that an owner has; without an owner the gradients whole. Small ones are
-    `bundled` but for those that are `apart`.
-    """
-    small: dict[object, list[Piece]] = {}
-    sizes: Counter[object] = Counter()
-    for name in names:
-        place = slice(0, views[name].numel()) if owner is None else cuts[name][owner]
-        if place.start == place.stop:
-            continue
-        target, own = views[name].view(-1)[place], kept.get(name)
-        residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
-        wanted = target if residual is None else residual
-        chance, threshold = f"{word} {_seed_name(name)}", THRESHOLD
-        if owner is not None:
-            chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
-        found = Piece(target, wanted, own, residual, chance, threshold, is_own=owner in (None, rank))
-        if not bundles or name in apart or len(target) > MOST_BUNDLED:
-            yield found
-            continue
-        kind = target.dtype, own is None, residual is None
-        if sizes[kind] + len(target) > MOST_BUNDLED:
-            yield bundled(small.pop(kind))
-            del sizes[kind]
-        small.setdefault(kind, []).append(found)
-        sizes[kind] += len(target)
-    yield from (bundled(alike) for alike in small.values())
-
-
-def _even_cuts(
-    names: Sequence[str],
-    views: Mapping[str, Tensor],
-    coded: Collection[str],
-    factors: Sequence[float],
-    apart: Collection[str],
-) -> dict[str, list[slice]]:
-    """The pieces of gradients that each member owns: about as many elements of all that is coded, and of the
-    rest. Gradients that are `apart` are not cut, and their owners follow from their names. A member whose
-    part does not count owns nothing, because what it keeps of sums would be lost.
-    """
-    owners = [member for member, factor in enumerate(factors) if factor] or [*range(len(factors))]
-    cuts = {name: [slice(0, 0)] * len(factors) for name in names}
-    for alike in ([name for name in names if (name in coded) is kind] for kind in (True, False)):
-        total, begin = sum(views[name].numel() for name in alike if name not in apart), 0
-        for name in alike:
-            start, end = 0, views[name].numel()
-            if name in apart:
-                cuts[name][owners[crc32(_seed_name(name).encode()) % len(owners)]] = slice(0, end)
-                continue
-            for place, owner in enumerate(owners, 1):
-                wanted = -(-(total * place // len(owners) - begin) // BLOCK) * BLOCK
-                stop = min(max(wanted, start), end)
-                cuts[name][owner] = slice(start, stop)
-                start = stop
-            begin += end
-    return cuts
-
-
-def _seed_name(name: str) -> str:
-    """What seeds the chances of a tensor: without what tells its copies on one rank apart."""
-    return name.partition("@")[0]
-
-
 # Low rank: factors for all members, and of the product what a member owns.
 
 
@@ -317,7 +239,7 @@ def _matrix_of(
     """What is kept of a gradient as a matrix, with the next factor of the power iteration. If what that goes
     on from does not fit, it starts again.
     """
-    matrix, seed = as_matrix(kept.get(RESIDUAL, view)), crc32(f"{word}{_seed_name(name)}".encode())
+    matrix, seed = as_matrix(kept.get(RESIDUAL, view)), crc32(f"{word}{seed_name(name)}".encode())
     basis = kept.get(BASIS)
     if basis is None or basis.shape != (matrix.shape[1], rank):
         basis = first_basis(matrix.shape[1], rank, seed=seed)
@@ -356,293 +278,3 @@ def sum_all(
         sum_flats(group, [flat], slice_bytes, sent)
         for tensor, piece in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
-
-
-# Messages of gradients through a codec: encoded, sent to all members or to owners of pieces, added up.
-
-
-Coder = Threshold | BlockCodec
-
-
-def coder_of(codec: SumCodec, *, keeps: bool) -> Coder:
-    """What makes messages. Unless one `keeps` what they lack, bits are rounded by chance."""
-    if codec.kind is SumKind.THRESHOLD:
-        return Threshold(codec.share, codec.life)
-    return BlockCodec(codec.bits, is_rotated=codec.bits < 8, is_stochastic=not keeps)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is sent of a gradient: `wanted` goes, and the sum belongs into `target`. `kept` is what is kept of
-    the gradient, None if the piece goes as it is; what it has not sent stays in `residual`, if that is kept.
-    `chance` seeds what is random in the message, and `threshold` names the piece's own. One that `is_own` is
-    added up here.
-    """
-
-    target: Tensor
-    wanted: Tensor
-    kept: dict[str, Tensor] | None
-    residual: Tensor | None
-    chance: str
-    threshold: str = THRESHOLD
-    is_own: bool = True
-    parts: tuple["Piece", ...] = ()
-    """What it is a bundle of."""
-
-    def clear_between(self) -> None:
-        """Make what lies between the parts of a bundle zero again, in the target."""
-        begin = 0
-        for one in self.parts:
-            end = begin + _whole_blocks(len(one.target))
-            self.target[begin + len(one.target) : end] = 0
-            begin = end
-
-    def settle(self) -> None:
-        """Put into the parts of a bundle what has come of it."""
-        for flat, places in (
-            (self.target, [one.target for one in self.parts]),
-            (self.residual, [one.residual for one in self.parts]),
-        ):
-            begin = 0
-            for place in places:
-                if place is not None and flat is not None:
-                    place.copy_(flat[begin : begin + len(place)])
-                    begin += _whole_blocks(len(place))
-
-
-MOST_BUNDLED = 2**16
-"""Values: to code many small tensors one by one takes longer than to code their values."""
-
-
-def bundled(parts: Sequence[Piece]) -> Piece:
-    """Small pieces that are alike as one, in which each begins with a block of its own. It must `settle`."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    wanted = first.wanted.new_zeros(sum(_whole_blocks(len(one.target)) for one in parts))
-    begin = 0
-    for one in parts:
-        wanted[begin : begin + len(one.wanted)] = one.wanted
-        begin += _whole_blocks(len(one.wanted))
-    residual = None if first.residual is None else wanted
-    target = wanted if residual is None else torch.empty_like(wanted)
-    return replace(first, target=target, wanted=wanted, residual=residual, parts=tuple(parts))
-
-
-def _whole_blocks(count: int) -> int:
-    return -(-count // BLOCK) * BLOCK
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Messages on their way: the pieces of every owner, the lengths of the messages that come, by member, and
-    the messages once they are there. What is `given` must stay as it is until then.
-    """
-
-    pieces: Sequence[Sequence[Piece]]
-    lengths: Sequence[Sequence[int]]
-    messages: list[Tensor]
-    given: Tensor
-    pending: Pending
-
-
-class Messages:
-    """Encodes pieces, sends each to its owner, and adds up those that come, each member's times its factor.
-    Without a coder all are sent as they are. An owner adds its own part as it is.
-
-    If messages go `to_all`, each member owns all pieces, and decodes its own messages too. If there is a
-    coder `of_sums`, each owner sends the sums of its pieces to all through it: all members have what they
-    decode, the owner too. What it has not sent of a sum counts as a rest of its own part.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        coder: Coder | None,
-        factors: Sequence[float],
-        sent: SentBytes,
-        *,
-        to_all: bool = False,
-        of_sums: Coder | None = None,
-    ) -> None:
-        self._group, self._coder, self._factors, self._sent = group, coder, factors, sent
-        self._to_all, self._of_sums = to_all, of_sums
-        self._parts: deque[_UnderWay] = deque()
-        self._sums: deque[_UnderWay] = deque()
-        # To get new memory, page by page, takes longer than to decode into it.
-        self._rooms = [torch.empty(0), torch.empty(0)]
-
-    def sum(self, pieces: Sequence[Sequence[Piece]], most_bytes: int) -> None:
-        """Sum the pieces of every owner, about that many bytes of each at a time."""
-        waiting = [deque(own) for own in pieces]
-        while any(waiting):
-            if len(self._parts) > NUM_IN_FLIGHT:
-                self._add_up(self._parts.popleft())
-            self._parts.append(self._begin([_next(own, most_bytes) for own in waiting]))
-        while self._parts:
-            self._add_up(self._parts.popleft())
-        while self._sums:
-            self._take_sums(self._sums.popleft())
-        for own in pieces:
-            for one in own:
-                one.settle()
-
-    def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
-        lengths = [[_most_bytes(self._coder, one) for one in own] for own in pieces]
-        device = next(one.target.device for own in pieces for one in own)
-        most_bytes = sum(_aligned(one) for of_own in lengths for one in of_own)
-        message = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-        end, ends = 0, [0]
-        for own, of_own in zip(pieces, lengths, strict=True):
-            for place, one in enumerate(own):
-                if one.is_own and not self._to_all:
-                    continue
-                length = of_own[place] = _encode(self._coder, one, message[end:])
-                if one.residual is not None and not one.is_own:
-                    part = self._room_like(one.target, 1)
-                    one.residual.sub_(_decode(self._coder, one, message[end : end + length], part))
-                end += _aligned(length)
-            ends.append(end)
-        if self._to_all:
-            lengths = lengths * self._group.size
-            return self._sent_to_all(pieces, self._lengths_of_all(lengths, device), message[:end])
-        given = [end - begin for begin, end in pairwise(ends)]
-        return self._exchanged(pieces, self._lengths_of_all(lengths, device), message[:end], given)
-
-    def _sent_to_all(
-        self, pieces: Sequence[Sequence[Piece]], lengths: Sequence[Sequence[int]], message: Tensor
-    ) -> _UnderWay:
-        """Send all others a message, which comes here too."""
-        given = [len(message)] * self._group.size
-        given[self._group.rank] = 0
-        some = self._exchanged(pieces, lengths, message.repeat(self._group.size - 1), given)
-        some.messages[self._group.rank] = message
-        return some
-
-    def _exchanged(
-        self,
-        pieces: Sequence[Sequence[Piece]],
-        lengths: Sequence[Sequence[int]],
-        given: Tensor,
-        given_sizes: Sequence[int],
-    ) -> _UnderWay:
-        """Send each of the others its part of `given`. What comes has these lengths, by member."""
-        sizes = [sum(map(_aligned, of_member)) for of_member in lengths]
-        sizes[self._group.rank] = 0
-        taken = given.new_empty(sum(sizes))
-        self._sent.sent += given.nbytes
-        pending = self._group.exchange(given, given_sizes, taken, sizes)
-        return _UnderWay(pieces, lengths, [*torch.split(taken, sizes)], given, pending)
-
-    def _lengths_of_all(self, lengths: Sequence[list[int]], device: torch.device) -> Sequence[Sequence[int]]:
-        """How long the messages of this member's pieces are, of every member."""
-        group = self._group
-        num_own = len(lengths[group.rank])
-        if not isinstance(self._coder, Threshold):
-            return [lengths[group.rank]] * group.size
-        given = torch.tensor([one for own in lengths for one in own], dtype=torch.int64, device=device)
-        taken = given.new_empty(group.size * num_own)
-        self._sent.sent += given.nbytes - num_own * given.itemsize
-        group.exchange(given, [*map(len, lengths)], taken, [num_own] * group.size).wait()
-        return [one.tolist() for one in taken.view(group.size, num_own)]
-
-    def _add_up(self, some: _UnderWay) -> None:
-        """Decode all members' messages, in their order."""
-        some.pending.wait()
-        rank, ends = self._group.rank, [0] * self._group.size
-        own = some.pieces[0 if self._to_all else rank]
-        for place, one in enumerate(own):
-            # What goes as it is lies where its sum belongs, and is read before.
-            is_free = self._to_all or one.residual is not None
-            total = one.target if is_free else self._room_like(one.target, 0)
-            for member, message in enumerate(some.messages):
-                begin, length = ends[member], some.lengths[member][place]
-                ends[member] += _aligned(length)
-                part = self._room_like(one.target, 1) if member else total
-                if member != rank or self._to_all:
-                    _decode(self._coder, one, message[begin : begin + length], part)
-                else:
-                    part.copy_(one.wanted)
-                if member == rank and one.residual is not None:
-                    one.residual.sub_(part)
-                if self._factors[member] != 1.0:
-                    part.mul_(self._factors[member])
-                if member:
-                    total.add_(part)
-            if not is_free:
-                one.target.copy_(total)
-        if self._of_sums is not None:
-            if len(self._sums) > NUM_IN_FLIGHT:
-                self._take_sums(self._sums.popleft())
-            self._sums.append(self._begin_sums(some.pieces, self._of_sums))
-
-    def _begin_sums(self, pieces: Sequence[Sequence[Piece]], coder: Coder) -> _UnderWay:
-        """Encode the sums of this member's pieces, and have them as others decode them."""
-        own, factor = pieces[self._group.rank], self._factors[self._group.rank]
-        lengths = [[_most_bytes(coder, one) for one in some] for some in pieces]
-        sizes = [*map(_aligned, lengths[self._group.rank])]
-        device = next(one.target.device for some in pieces for one in some)
-        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        for one, out in zip(own, torch.split(message, sizes), strict=True):
-            one.clear_between()
-            if one.residual is not None:
-                one.residual.copy_(one.target)
-            whole = replace(one, wanted=one.target, chance=f"{one.chance} sum")
-            _decode(coder, one, out[: _encode(coder, whole, out)], one.target)
-            if one.residual is not None:
-                one.residual.sub_(one.target).div_(factor)
-        return self._sent_to_all(pieces, lengths, message)
-
-    def _take_sums(self, some: _UnderWay) -> None:
-        some.pending.wait()
-        for own, lengths, message in zip(some.pieces, some.lengths, some.messages, strict=True):
-            end = 0
-            for one, length in zip(own, lengths, strict=True):
-                if not one.is_own:
-                    _decode(self._of_sums, one, message[end : end + length], one.target)
-                end += _aligned(length)
-
-    def _room_like(self, tensor: Tensor, which: int) -> Tensor:
-        """One of the two rooms for a tensor of that shape; what was there before is lost."""
-        room = self._rooms[which]
-        is_alike = (room.dtype, room.device) == (tensor.dtype, tensor.device)
-        if not is_alike or len(room) < tensor.numel():
-            room = self._rooms[which] = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        return room[: tensor.numel()].view(tensor.shape)
-
-
-def _most_bytes(coder: Coder | None, one: Piece) -> int:
-    if one.kept is None or coder is None:
-        return one.target.nbytes
-    return coder.most_bytes(tuple(one.target.shape), one.target.dtype)
-
-
-def _encode(coder: Coder | None, one: Piece, out: Tensor) -> int:
-    """Write the message of a piece; gives its length."""
-    if one.kept is None or coder is None:
-        out[: one.target.nbytes].copy_(one.wanted.view(torch.uint8))
-        return one.target.nbytes
-    if isinstance(coder, Threshold):
-        return coder.encode(one.wanted, out, one.kept.setdefault(one.threshold, new_memory()))
-    return coder.encode(one.wanted, out, seed=crc32(one.chance.encode()))
-
-
-def _decode(coder: Coder | None, one: Piece, message: Tensor, into: Tensor) -> Tensor:
-    if one.kept is None or coder is None:
-        return into.copy_(message[: into.nbytes].view(into.dtype))
-    return coder.decode(message, tuple(into.shape), into.dtype, out=into)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Messages begin at multiples of 16, so that what goes as it is can be read as numbers of any kind."""
-    return -(-num_bytes // 16) * 16
-
-
-def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:
-    """The next pieces: as many as are no larger together, but at least one if there is one."""
-    found: list[Piece] = []
-    size = 0
-    while waiting and (not found or size + waiting[0].target.nbytes <= most_bytes):
-        found.append(waiting.popleft())
-        size += found[-1].target.nbytes
-    return found
