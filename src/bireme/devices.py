@@ -145,11 +145,11 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
-def staged(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory of a tensor on an accelerator that torch.distributed cannot read from
-    itself; else the tensor.
+def staged(tensor: Tensor, *, reads: str = ACCELERATOR) -> Tensor:
+    """A copy in pinned host memory of a tensor on a device that its sender cannot read from; else the tensor.
+    torch.distributed `reads` from accelerators of one kind besides the host.
     """
-    if tensor.device.type in ("cpu", ACCELERATOR):
+    if tensor.device.type in ("cpu", reads):
         return tensor
     return pinned_like(tensor).copy_(tensor)
 

@@ -212,7 +212,7 @@ def test_a_frame_of_the_next_group_that_has_come_in_part_is_not_lost() -> None:
 
     slow.begin(second)
     slow.expect(Tag(second, 1, 0), bytes_of(taken))
-    end_s, arrived = time.monotonic() + patience_s(), []
+    end_s, arrived = time.monotonic() + patience_s(), list[Tag]()
     while not arrived and time.monotonic() < end_s:
         fast.move()
         arrived = slow.move()

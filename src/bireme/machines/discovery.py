@@ -27,7 +27,7 @@ DISCOVERY_PORT = 29600
 _GROUP = "239.255.66.73"
 """Of the range for networks of one organization."""
 _QUERY, _NONCE_BYTES, _PACKET_BYTES = b"BIREME, WHO COORDINATES?", 16, 1024
-"""No answer is longer than a query, so nobody can have others flooded by asking in their name."""
+"""Of a query. No answer is longer: else a forged sender would have a victim get more than was sent."""
 _NUM_QUERIES, _MOST_AT_ONCE, _MOST_FOUND = 3, 16, 20
 _MULTICAST_ALL = 49
 """An option of Linux: a socket also gets what other sockets of the machine have joined."""

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -71,7 +72,7 @@ class RequestLine(MessageConnection):
         return self.hear()
 
 
-class LineListener:
+class LineListener(ABC):
     """Has each caller with the key served in a thread, until it is closed. Raises a `BiremeError` with the
     remedy if it cannot listen.
     """
@@ -89,9 +90,9 @@ class LineListener:
         """Listen no more."""
         self._thread.close()
 
+    @abstractmethod
     def serve(self, caller: Caller) -> None:
         """Answer a caller, and close its connection."""
-        raise NotImplementedError
 
     def _take(self, caller: Caller) -> None:
         threading.Thread(target=self.serve, args=(caller,), daemon=True).start()

@@ -41,7 +41,7 @@ class HostTier:
         """Where each slot begins in the file."""
 
     def grow(self, num_slots: int) -> None:
-        """Have so many slots more. Memory is taken when one is first written to, unless it is pinned."""
+        """Add slots. Memory is taken when one is first written to, unless it is pinned."""
         if not num_slots:
             return
         num_bytes = num_slots * self._slot_bytes
@@ -111,7 +111,7 @@ class DiskTier:
         self._is_direct = make_direct(self._file)
 
     def grow(self, num_slots: int) -> None:
-        """Have so many slots more."""
+        """Add slots."""
         begin, more = self._num_slots * self._slot_bytes, num_slots * self._slot_bytes
         try:
             if more:

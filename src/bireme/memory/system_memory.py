@@ -79,8 +79,8 @@ class AddressRange:
         return found
 
     def room(self, num_bytes: int, most: int | None = None) -> int | None:
-        """Where the next piece of so many bytes begins; None if it is empty, or ends after the chunks, or
-        after `most` bytes.
+        """Where the next piece of `num_bytes` begins; None if it is empty, or ends after the chunks or after
+        `most` bytes.
         """
         begin = -(-self.used_bytes // ALIGNED) * ALIGNED
         end = begin + num_bytes

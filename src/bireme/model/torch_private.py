@@ -125,7 +125,7 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-class TensorPlace(NamedTuple):
+class ModuleTensor(NamedTuple):
     """Where a module holds a parameter or buffer: in `table` under `key`. Set it there to change it in place:
     setting an attribute may run code of the module's class.
     """
@@ -136,12 +136,12 @@ class TensorPlace(NamedTuple):
     key: str
 
 
-def tensor_places(module: nn.Module, prefix: str = "") -> Iterator[TensorPlace]:
+def tensor_places(module: nn.Module, prefix: str = "") -> Iterator[ModuleTensor]:
     """The places of all parameters and buffers of a module, of tied ones all."""
     for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
         for table in (own_parameters(inner), own_buffers(inner)):
             for key in [key for key, tensor in table.items() if tensor is not None]:
-                yield TensorPlace(f"{path}.{key}" if path else key, inner, table, key)
+                yield ModuleTensor(f"{path}.{key}" if path else key, inner, table, key)
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -320,10 +320,10 @@ class DistFabric:
             transport = NcclTransport(ranks, routes, world.device)
         else:
             place = ranks.index(world.rank)
-            # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             neighbors = neighbors_of(place, routes)
             if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
                 neighbors |= set(range(1, world.size)) if place == 0 else {0}
+            # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             lines = meet(
                 world.store,
                 f"meeting {world.store.add(f'meetings of {world.rank}', 1)}",

@@ -1,7 +1,7 @@
 """Groups of ranks on hosts over sockets of their own, which the thread reads and writes that waits.
 
-They ask for the key of the meeting, and are encrypted and paced as all of Bireme's own connections are. What
-is sent sets out at once: nobody is asked before whether it may come, so a message is late once.
+They ask for the key of the meeting, and are encrypted and paced as all of Bireme's own connections are. A
+member sends without asking the other one first, so a message takes the latency of the link once.
 
     a few numbers, or two members     each sends all it has to all others, and adds up what comes
     more, each on a host of its own   each part to the member that owns it, which sends the sum to all
@@ -11,14 +11,17 @@ is sent sets out at once: nobody is asked before whether it may come, so a messa
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bireme.devices import pinned_like
+from bireme.devices import staged
 from bireme.runtime.board import PeerLost
 from bireme.sync.group import AbortedError, CollectiveError, Pending, Waiting, add_in_order
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
+
+_on_host = partial(staged, reads="cpu")
 
 _WHOLE_BYTES = 64 * 1024
 """The most that a member sends whole to several others: parts are fewer bytes, but two messages."""
@@ -181,8 +184,3 @@ class LineGroup:
             lost = PeerLost(self._ranks[error.member], error.reason)
             message = f"A {what} over the processes {self._members} failed: {lost}"
             raise CollectiveError(message) from lost
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy in pinned memory of one on an accelerator."""
-    return tensor if tensor.device.type == "cpu" else pinned_like(tensor).copy_(tensor)

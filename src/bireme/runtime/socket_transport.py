@@ -419,9 +419,6 @@ class SocketTransport:
 _PURPOSE = Struct("<IBI")
 """The rank that calls, for which of the lines, and the longest message that goes over the small one."""
 
-_TWO = (0, 1)
-"""The small line and the large one."""
-
 
 def meet(
     store: Store,
@@ -433,7 +430,7 @@ def meet(
     timeout_s: float,
 ) -> dict[int, Lines]:
     """The two sockets to each neighbor of a rank, as of `met`."""
-    sockets, limits = met(store, name, rank, ranks, neighbors, timeout_s, lines=_TWO)
+    sockets, limits = met(store, name, rank, ranks, neighbors, timeout_s, num_lines=2)
     own_bytes = ordinary_bytes()
     lines = {
         peer: Lines(sockets[peer, 0], sockets[peer, 1], min(own_bytes, limits[peer])) for peer in neighbors
@@ -451,10 +448,11 @@ def met(
     neighbors: Collection[int],
     timeout_s: float,
     *,
-    lines: Sequence[int] = (0,),
+    num_lines: int = 1,
 ) -> tuple[dict[tuple[int, int], socket.socket], dict[int, int]]:
-    """Sockets to the neighbors of a rank, one for each of the `lines`, and what is an ordinary message to
-    each. Neighbors are numbered by their places in `ranks`, as the rank is.
+    """Sockets to the neighbors of a rank by the neighbor and the number of the line, `num_lines` to each; and
+    the longest ordinary message of each neighbor. Neighbors are numbered by their places in `ranks`, as the
+    rank is.
 
     `name` must be this meeting's own in the store. All of `ranks` take part. Whoever can read the store can
     connect.
@@ -464,10 +462,10 @@ def met(
     limits: dict[int, int] = {}
     with ExitStack() as undo:
         undo.callback(_close_all, sockets)
-        key, doorway = new_key(), Doorway(len(lines) * len(neighbors) + 16)
+        key, doorway = new_key(), Doorway(num_lines * len(neighbors) + 16)
         poller = Poller()
         undo.callback(poller.close)
-        expected = {(peer, line) for peer in neighbors if peer > rank for line in lines}
+        expected = {(peer, line) for peer in neighbors if peer > rank for line in range(num_lines)}
 
         def take(caller: Caller) -> None:
             peer, line, its_bytes = _PURPOSE.unpack_from(caller.purpose)
@@ -484,7 +482,7 @@ def met(
             store.wait([where], timedelta(seconds=timeout_s))
             its_bytes, its_key, address = store.get(where).decode().split(maxsplit=2)
             limits[peer] = int(its_bytes)
-            for line in lines:
+            for line in range(num_lines):
                 sockets[peer, line] = call(address, its_key, _PURPOSE.pack(rank, line, own_bytes), timeout_s)
         ends_s = time.monotonic() + timeout_s
         while absent := expected - sockets.keys():

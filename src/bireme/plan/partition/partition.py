@@ -132,7 +132,7 @@ class LeastCuts:
         return tuple(reversed(cuts))
 
     def value_before(self, num_stages: int, end: int) -> float:
-        """The least cost of the units up to but without `end` in so many stages."""
+        """The least cost of the units before `end`, cut into this number of stages."""
         return float(self.least[num_stages - 1][end - num_stages])
 
 

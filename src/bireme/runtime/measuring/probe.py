@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 # Flows between ranks, timed: how late a message is, how fast flows go alone and at once, what a sum takes.
 #
 # Every function is called by all ranks of the world at the same time, with the same arguments, and gives the
-# same on all. Messages go over torch.distributed, as gradients do: between CPUs over gloo, between CUDA
-# devices over NCCL.
+# same on all. Messages go over torch.distributed: between CPUs over gloo, between CUDA devices over NCCL.
 
 _SMALL_BYTES = 64
 _FIRST_BYTES = 32 * 1024
