@@ -68,10 +68,10 @@ def draw(known: Known) -> None:
     """The curves of rules with AdamW, each at its best rate; and the loss of codecs against their bits."""
     named = (
         ("synchronous", Cell("synchronous")),
-        ("2bw-fresh, a fifth without delay, m = 2d", Cell("fresh+warm-up")),
+        ("2bw-fresh, 20 % without delay, m = 2d", Cell("fresh+warm-up")),
         ("2bw-fresh, m = 2d", Cell("2bw-fresh")),
         ("2bw-fresh, m = d", Cell("2bw-fresh", num_microbatches=4)),
-        ("2bw, a fifth without delay", Cell("2bw+warm-up")),
+        ("2bw, 20 % without delay", Cell("2bw+warm-up")),
         ("2bw", Cell("2bw")),
     )
     runs = [(name, run) for name, cell in named if (run := known.best(cell)) is not None]

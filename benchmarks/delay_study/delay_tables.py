@@ -27,7 +27,7 @@ def _short(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:
                 told(excesses.get(Cell(name, one, num_microbatches=m))) for one in ("adamw", "muon", "sgd")
             ]
             schedule = "2bw" if rule is Rule.DELAYED else f"2bw-fresh, m = {'d' if m == 4 else '2d'}"
-            start = ", a fifth of the run before it under 1f1b" if starts else ""
+            start = ", after 20 % of the run under 1f1b" if starts else ""
             yield f"{schedule}{start}", *cells
 
 
@@ -55,7 +55,7 @@ def _laws(found: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         schedule = "2bw" if rule is Rule.DELAYED else "2bw-fresh"
         for optimizer in MEASURED[rule, starts]:
             steps = law(name, optimizer, found)
-            start = "a fifth without delay" if starts else "delayed from the first step"
+            start = "20 % without delay" if starts else "delayed from the first step"
             text = "?" if steps is None else f"{steps.seen:.2f}"
             if steps is not None and rule is Rule.FRESH:
                 text += f" + {steps.unseen:.2f} · unseen"
@@ -98,6 +98,6 @@ def _times() -> Iterator[tuple[object, ...]]:
                     if starts
                     else time.batch
                 )
-                name = f"{schedule}{' from a fifth on' if starts else ''}"
+                name = f"{schedule}{' after 20 %' if starts else ''}"
                 loss = f"{batch:.3f}", f"{steps:.2f}", f"{batch * steps:.2f}"
                 yield name, num_stages, m, speed.name.lower(), time.lookahead, *loss
