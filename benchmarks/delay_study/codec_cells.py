@@ -43,7 +43,7 @@ SHAPE = ("codec", "last part", "bits (mean of both ways)", "rule", "optimizer", 
 UP_TO_EXCESS = FIGURES.index("excess") + 1
 """The loss through the codec comes after the excess."""
 
-TITLE = "Loss over that of the synchronous run; larger model, AdamW, 2bw-fresh with its start"
+TITLE = "Loss over that of the synchronous run; larger model, AdamW, 2bw-fresh after a delay warm-up"
 SERIES = ("without the codec", "through the codec")
 SEEN_EXCESS = 0.001
 """The losses without and through a codec that lie nearer to each other are one point."""
