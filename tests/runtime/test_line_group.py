@@ -4,16 +4,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from bireme.runtime.board import PeerLost
+from bireme.runtime.fabric import DistFabric
 from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
+from bireme.runtime.world import World
 from bireme.sync.group import AbortedError, CollectiveError, DirectSums
 from bireme.sync.rounds.round_group import PeerLine, Stamp, Tag, bytes_of
 from tests.support.patience import patience_s
@@ -194,6 +197,39 @@ def test_a_group_uses_the_lines_of_the_one_before_whoever_is_slower() -> None:
         return found
 
     assert on_threads(3, work) == [[3.0, 3.0, 6.0, 6.0, 9.0, 9.0]] * 3
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_after_one_member_has_given_up_a_group_all_meet_anew(num: int) -> None:
+    """The others have kept their lines, those of another group of the same ranks too, which stay in use."""
+    store = HashStore()
+    ended = threading.Barrier(num)
+
+    def work(rank: int) -> tuple[list[float], int]:
+        watch = SimpleNamespace(abort_on_failure=lambda _: None)
+        world = SimpleNamespace(store=store, rank=rank, size=num, timeout_s=patience_s(), watch=watch)
+        world.backend, world.group_lines = "gloo", {}
+        fabric, found = DistFabric(cast("World", world)), []
+        pair = [fabric.group(range(num)) for _ in range(2)]
+        for turn in range(3):
+            for group in pair:
+                assert isinstance(group, LineGroup)
+                total = torch.ones(3)
+                group.all_reduce(total).wait()
+                found.append(float(total.sum()))
+            if turn == 0 and rank == 1:
+                pair[0].abort()
+            for group in pair:
+                group.close()
+            if turn == 0:
+                ended.wait(patience_s())
+            pair = [fabric.group(range(num)) for _ in range(2)]
+        for group in pair:
+            group.abort()
+            group.close()
+        return found, store.add(f"group {'-'.join(map(str, range(num)))} of {rank}", 0)
+
+    assert run_threads(num, work) == [([3.0 * num] * 6, 3)] * num
 
 
 def test_a_frame_of_the_next_group_that_has_come_in_part_is_not_lost() -> None:

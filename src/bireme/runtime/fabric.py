@@ -365,12 +365,14 @@ class DistFabric:
             return group
         if self.rank not in ranks:
             return None
-        place, waits_s = ranks.index(self.rank), world.timeout_s
-        kept = world.group_lines.setdefault(tuple(ranks), deque())
-        lines = kept.popleft() if kept else self._lines_among(ranks, place)
-        group = LineGroup(place, ranks, lines, timeout_s=waits_s, keep=kept.append)
-        world.watch.abort_on_failure(group)
-        return group
+        place, kept = ranks.index(self.rank), world.group_lines.setdefault(tuple(ranks), deque())
+        while True:
+            is_new = not kept
+            lines = self._lines_among(ranks, place) if is_new else kept.popleft()
+            group = LineGroup(place, ranks, lines, timeout_s=world.timeout_s, keep=kept.append)
+            world.watch.abort_on_failure(group)
+            if is_new or group.has_all():
+                return group
 
     def _lines_among(self, ranks: Sequence[int], place: int) -> GroupLines:
         """New lines to the others of these ranks, of which this is the one at that place. To meet takes some

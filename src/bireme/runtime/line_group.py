@@ -92,6 +92,17 @@ class LineGroup:
 
         return self._begun("sum", begin, [(here, tensor)], end)
 
+    def has_all(self) -> bool:
+        """Whether all members begin a group on these lines. If not, the lines are closed, and the others learn
+        it when they ask: a member that gave up the group before meets its peers anew.
+        """
+        try:
+            self.all_reduce(torch.zeros(1)).wait()
+        except CollectiveError:
+            self._lines.close()
+            return False
+        return True
+
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
         own, here = _on_host(tensor), [_on_host(one) for one in into]
