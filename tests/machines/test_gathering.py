@@ -20,7 +20,7 @@ from bireme.machines.findings import Finding
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.line import check_between
-from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
+from bireme.machines.orders import MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseForecast
 from bireme.train import attendance
@@ -68,15 +68,11 @@ class Meeting:
         """A machine that is admitted and has made its offer."""
         one = self.machine(key, name)
         assert not failures(one.call(secret))
-        one._ask("offer", offer={**_plain(one.offer)})
+        one._ask("offer", offer=asdict(one.offer))
         return one
 
     def close(self) -> None:
         self.listener.close()
-
-
-def _plain(offer: MachineOffer) -> dict[str, object]:
-    return {name: getattr(offer, name) for name in MachineOffer.__slots__}
 
 
 class Processes:
@@ -308,6 +304,31 @@ def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytes
         found.goes, found.ended = goes, [-9]
     assert blue._restart_killed()
     assert [(one.statuses(), one.goes) for one in blue._phases.values()] == [(None, True), (None, False)]
+
+
+def test_machines_measure_the_lines_between_them_before_the_run_begins(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator has no part in the training. The first machine, which plans, gets the line."""
+    monkeypatch.setattr(attendance, "JoinedProcesses", Processes)
+    monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
+    there = [meeting.machine(key, name) for key, name in ((BLUE, "blue"), (GREEN, "green"))]
+    threads = [threading.Thread(target=one.run) for one in there]
+    for one, thread in zip(there, threads, strict=True):
+        assert not failures(one.call(meeting.token()))
+        thread.start()
+    ends_s = time.monotonic() + patience_s()
+    while any(one.orders is None for one in there):
+        assert time.monotonic() < ends_s, meeting.told
+        meeting.gathering.turn()
+        time.sleep(0.01)
+    for one in (*there, *there):
+        one.interrupt(is_urgent=True)
+    for thread in threads:
+        thread.join(patience_s())
+    first, second = sorted(one.orders.lines for one in there if one.orders is not None)
+    assert (first, [(one.first, one.second) for one in second]) == ((), [(0, 1)])
+    assert second[0].line.out_bytes_per_s > 1e5
 
 
 def test_a_list_that_cannot_be_read_any_more_puts_no_machine_out(meeting: Meeting) -> None:

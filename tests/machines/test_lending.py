@@ -7,14 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from shutil import which
 
 import pytest
 
-from bireme.cluster.cluster import Card, Link
 from bireme.cluster.machine import MEMORY_VARIABLE, available_bytes, memory_bytes
 from bireme.devices import VISIBLE
 from bireme.errors import BiremeError
@@ -22,10 +20,9 @@ from bireme.machines import line
 from bireme.machines.admission import AdmissionToken
 from bireme.machines.keys import HOME
 from bireme.machines.lending import DailyHours, service_unit, set_limits
-from bireme.machines.line import MeasuredLine
 from bireme.train import attendance
 from bireme.train.attendance import Attendance
-from bireme.train.machines import _on_line, cluster_of, server_here
+from bireme.train.machines import server_here
 from bireme.wire import listener
 from bireme.wire.listener import RATE_VARIABLE, authenticated
 from tests.support.command import bireme
@@ -55,27 +52,6 @@ def test_hours_may_pass_midnight(text: str, now: tuple[int, int, int], wait_s: f
 def test_what_is_no_hours_is_refused(text: str) -> None:
     with pytest.raises(BiremeError, match="--hours is"):
         DailyHours.parse(text)
-
-
-def test_plans_use_the_lines_that_were_measured_at_joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator's own machine, which has measured none, has at least the fastest of them."""
-    monkeypatch.setenv(RATE_VARIABLE, "")
-    here = replace(server_here("cpu", 2), cards=())
-    found = [here]
-    for joined in (MeasuredLine(1e6, 4e6, 2e-3), MeasuredLine(3e6, 2e6, 4e-3)):
-        for name, value in joined.variable.items():
-            monkeypatch.setenv(name, value)
-        found.append(server_here("cpu", 2))
-    cluster, sentence = cluster_of(found)
-    assert "as they were measured" in sentence
-    assert [cluster.bandwidth(*way) for way in ((0, 2), (2, 0), (0, 4), (2, 4))] == [4e6, 1e6, 2e6, 1e6]
-    assert cluster.latency(0, 2) == pytest.approx(1e-3)
-    assert cluster.latency(2, 4) == pytest.approx(3e-3)
-    monkeypatch.setenv(RATE_VARIABLE, "500000")
-    assert {card.link.bytes_per_s for card in server_here("cpu", 2).cards} == {5e5}
-    for own, is_measured in ((MeasuredLine(1e8, 1e8, 1e-3), True), (MeasuredLine(6e8, 4e8, 1e-3), False)):
-        rated = replace(here, cards=(Card("eth0", (0, 1), Link(1.25e9)),))
-        assert ({card.name for card in _on_line(rated, own).cards} == {"measured"}) == is_measured
 
 
 def test_limits_hold_for_plans_and_for_lines_that_leave_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

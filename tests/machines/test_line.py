@@ -17,7 +17,8 @@ from bireme.errors import BiremeError
 from bireme.machines import line, own_machine
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.keys import HOME
-from bireme.machines.line import DoctorListener, MeasuredLine, check_line
+from bireme.machines.line import DoctorListener, check_line
+from bireme.machines.measured_lines import MeasuredLine
 from bireme.machines.own_machine import MachineFacts, check_machine
 from bireme.runtime.stores import serve_store
 from bireme.wire.connection import VERSION

@@ -4,8 +4,8 @@ A machine calls with its key, shows a token if it is not in the list yet, checks
 does, and offers what it has. From then on it asks every second how things are, and says how its launcher is.
 Every answer is the state of things, so a request that is lost is of no matter: the machine asks again.
 
-    admit secret, name ──▶ error            beat phases, lines, handover, model ──▶ error, phases, newest,
-    offer ──▶ error                             is_over, status, addresses, handover, stays
+    admit secret, name ──▶ error     beat port, phases, lines, leaves, handover, model, measured ──▶ error,
+    offer ──▶ error                      phases, newest, is_over, status, addresses, handover, stays, lines
     leave ──▶ error
 
 Once enough machines are there, the first phase of the run begins. Each machine gets its orders: its number,
@@ -30,6 +30,7 @@ from bireme.machines.findings import printable
 from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, LineListener, RequestLine, answer_check
+from bireme.machines.measured_lines import LineTable, MeasuredLine
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseRules, RunPhase, RunPhases
@@ -48,7 +49,7 @@ _SEEN_S = 5.0
 class MachineBeat:
     """What a machine says every second: a `port` that is free there, how its `phases` are, the `lines` that
     these have printed, whether it is to leave, the digest of what was handed over to it, and where it serves
-    the model of the run that has ended there.
+    the model of the run that has ended there. It has `measured` lines to others, None for one that failed.
     """
 
     port: int
@@ -57,6 +58,7 @@ class MachineBeat:
     leaves: bool
     handover: str
     model: dict[str, str] | None
+    measured: tuple[tuple[str, MeasuredLine | None], ...] = ()
 
 
 _OFFER, _BEAT = TypeAdapter(MachineOffer), TypeAdapter(MachineBeat)
@@ -77,6 +79,8 @@ class _Member:
     phase: int = 0
     statuses: list[int] | None = None
     is_gone: bool = False
+    has_key: bool = False
+    """Whether it has the key with which others check their lines to it."""
 
 
 class Gathering:
@@ -107,6 +111,7 @@ class Gathering:
         self._orders: dict[int, dict[str, MachineOrders]] = {}
         """The orders of each machine in a phase."""
         self._members: dict[str, _Member] = {}
+        self._lines, self._line_key = LineTable(), new_key()
         self._lock = threading.RLock()
         self._documents: dict[int, list[str]] = {}
         self._kept = (0, 0)
@@ -221,6 +226,10 @@ class Gathering:
             if before is not None:
                 made.phase, made.statuses = before.phase, before.statuses
             self._members[public] = made
+            if not is_there:
+                self._lines.note_arrival()
+            if offer.measured is not None and (before is None or before.offer.measured != offer.measured):
+                self._lines.note(public, self._own.public, offer.measured)
             self.phases.come(public, name, offer.instance, now_s)
             if before is not None and before.is_gone:
                 self._tell(f"{name} ({address}) is back.")
@@ -248,6 +257,9 @@ class Gathering:
                 return {"error": "", "is_known": False}
             now_s = one.seen_s = time.monotonic()
             one.offer = replace(one.offer, port=told.port)
+            for other, line in told.measured:
+                if other in self._members:
+                    self._lines.note(public, other, line)
             for phase, stream, text in told.lines:
                 if stream == "out" and self._run.as_json:
                     self._documents.setdefault(phase, []).append(text)
@@ -261,6 +273,10 @@ class Gathering:
                 self.turn()  # what follows is in this answer
             if told.model is not None:
                 self.models[name] = told.model
+            one.has_key = True
+            with_key = [key for key, each in self._measurable.items() if each.has_key]
+            called = None if self.phases.is_over else self._lines.next_of(public, with_key, now_s)
+            to = None if called is None else self._members[called]
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
             return {
                 "error": "",
@@ -281,7 +297,16 @@ class Gathering:
                 "addresses": [*addresses],
                 "handover": self._handover_to(public, told.handover),
                 "stays": told.model is not None and not self._has_closed,
+                "lines": {
+                    "key": self._line_key,
+                    "call": to and [to.name, to.address, to.offer.line_port, to.public],
+                },
             }
+
+    @property
+    def _measurable(self) -> dict[str, _Member]:
+        """The machines that answer checks of their lines."""
+        return {key: one for key, one in self._members.items() if one.offer.line_port and not one.is_gone}
 
     def _handover_to(self, public: str, digest: str) -> str:
         """What a deputy lacks that has the handover of that digest; empty for other machines. A name that two
@@ -354,6 +379,7 @@ class Gathering:
             for one in tuple(self._members.values()):
                 if one.seen_s + _SEEN_S < now_s and not one.is_gone:
                     self._lose(one)
+            self.phases.is_measuring = self._lines.is_new([*self._measurable])
             self.phases.turn(now_s)
             for phase in self.phases.phases():
                 if phase.number not in self._orders:
@@ -385,10 +411,12 @@ class Gathering:
         key, first, found = new_key(), 0, dict[str, MachineOrders]()
         counts = [self._num_ranks(one, members) for one in members]
         port, master = members[0].offer.port, members[0].address
+        lines = self._lines.among([one.public for one in members])
         for number, (one, count) in enumerate(zip(members, counts, strict=True)):
             found[one.public] = MachineOrders(
-                phase.number, number, first, count, sum(counts), master, port, key, self._run
+                phase.number, number, first, count, sum(counts), master, port, key, self._run, lines
             )
+            lines = ()
             first += count
         return found
 

@@ -8,7 +8,6 @@ be said that it is there and takes the key. Requests are texts in JSON, data are
     call port, key ──▶ error                     findings lines ──▶ noted
 """
 
-import os
 import socket
 import threading
 import time
@@ -49,8 +48,6 @@ _MTU = (
     "Lower it on both machines, such as: ip link set dev eth0 mtu 1280",
 )
 _GREETING = b"BIREME?"
-LINE_VARIABLE = "BIREME_LINE"
-"""Names the variable with what the line to the coordinator carries."""
 _CUT = ("line", "large messages")
 """Checks after which, if they fail, nothing more can be asked."""
 
@@ -426,34 +423,3 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
         speeds[way] = num_bytes / took_s
     text = ", ".join(f"{8e-6 * speed:,.0f} Mbit/s {way}" for way, speed in speeds.items())
     yield well("bandwidth", text, *speeds.values())
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredLine:
-    """The line from this machine to the coordinator: bytes per second away from here and towards here, and
-    seconds there and back.
-    """
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-    round_s: float
-
-    @classmethod
-    def of(cls, findings: Sequence[Finding]) -> "MeasuredLine | None":
-        """The line that was checked, if its speed was measured."""
-        found = {one.check: one.measured for one in findings}
-        if not found.get("bandwidth") or not found.get("latency"):
-            return None
-        return cls(*found["bandwidth"], *found["latency"])
-
-    @classmethod
-    def in_variable(cls) -> "MeasuredLine | None":
-        """The line that the environment has for the processes of this machine."""
-        words = os.environ.get(LINE_VARIABLE, "").split()
-        return cls(*map(float, words)) if len(words) == 3 else None
-
-    @property
-    def variable(self) -> dict[str, str]:
-        """The variable that `in_variable` reads. Three digits are enough, and keep plans comparable."""
-        words = (self.out_bytes_per_s, self.in_bytes_per_s, self.round_s)
-        return {LINE_VARIABLE: " ".join(f"{one:.3g}" for one in words)}

@@ -22,6 +22,7 @@ from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.machines.keys import HEX_KEY, key_path
+from bireme.machines.measured_lines import LineBetween, MeasuredLine
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 
 PHASE = "BIREME_PHASE"
@@ -34,7 +35,8 @@ _Text = Annotated[str, Len(0, 400)]
 @dataclass(frozen=True, slots=True)
 class MachineOffer:
     """What a machine has: `instance` is of one start of `bireme join`, `port` is free there for the store of
-    the run, `line` the measured latency and bandwidth to the coordinator.
+    the run, `line` the latency and bandwidth to the coordinator in words, `measured` in numbers. Other
+    machines check their lines to it at `line_port`, if that is not 0.
     """
 
     instance: Annotated[str, Len(1, 64)]
@@ -43,6 +45,8 @@ class MachineOffer:
     devices: Annotated[tuple[_Text, ...], Len(0, 64)]
     port: Annotated[int, Ge(1), Le(65535)]
     line: _Text = ""
+    measured: MeasuredLine | None = None
+    line_port: Annotated[int, Ge(0), Le(65535)] = 0
 
     @property
     def sentence(self) -> str:
@@ -87,7 +91,9 @@ def folder_for_runs(run: RunOffer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineOrders:
-    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase."""
+    """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase. The
+    first machine, which plans, gets the `lines` between all.
+    """
 
     phase: int
     number: int
@@ -98,6 +104,7 @@ class MachineOrders:
     port: int
     key: str = field(repr=False)
     run: RunOffer
+    lines: tuple[LineBetween, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ _STILL_TIMES, _STILL_BATCHES = 3, 30
 """A phase with lost machines stands still after this many times its longest wait for news of a step, which
 come with the lines of the log, and after the time of this many batches.
 """
+_LINES_S = 10.0
+"""How long a run waits for the measurements of its lines before it begins."""
 _LEAST_COMPARED = 5
 """Batches of a phase after which their seconds are compared with the prediction."""
 
@@ -149,6 +151,8 @@ class RunPhases:
         self._said: list[str] = []
         self.unused: set[int] = set()
         """The numbers of phases that were prepared and given up. Their processes end in any order."""
+        self.is_measuring = False
+        """Whether a line between the machines that are there is not measured yet."""
         self._number = 0
         self._changed_s = 0.0
         """When a machine came or went for the last time."""
@@ -333,7 +337,10 @@ class RunPhases:
         """Whether to prepare a phase while none trains."""
         there, rules = self._there, self.rules
         if not self.has_begun:
-            is_quiet = now_s - self._changed_s >= rules.wait_s
+            quiet_s = now_s - self._changed_s
+            if self.is_measuring and quiet_s < _LINES_S:
+                return False
+            is_quiet = quiet_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
         return bool(there) and not there <= self._refused and not self._is_early(now_s)
 

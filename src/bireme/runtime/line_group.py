@@ -93,8 +93,8 @@ class LineGroup:
         return self._begun("sum", begin, [(here, tensor)], end)
 
     def has_all(self) -> bool:
-        """Whether all members begin a group on these lines. If not, the lines are closed, and the others learn
-        it when they ask: a member that gave up the group before meets its peers anew.
+        """Whether all members begin a group on these lines. If not, they are closed here and at the others: a
+        member that has given up the group before meets its peers anew.
         """
         try:
             self.all_reduce(torch.zeros(1)).wait()

@@ -31,7 +31,15 @@ from bireme.machines.gathering import PURPOSE
 from bireme.machines.handover import digest_of_packed, forget_handover, keep_handover
 from bireme.machines.keys import MachineKey, key_path
 from bireme.machines.lending import DailyHours
-from bireme.machines.line import Address, MeasuredLine, RequestLine, call_coordinator, check_between
+from bireme.machines.line import (
+    Address,
+    DoctorListener,
+    RequestLine,
+    call_coordinator,
+    check_between,
+    check_line,
+)
+from bireme.machines.measured_lines import MeasuredLine, variable_of
 from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders, run_name
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.folder_server import FolderServer
@@ -153,8 +161,13 @@ class Attendance(Interruptible):
         self._is_leaving = False
         self._leaves_s: float | None = None
         """Since when this machine waits for the run to go on without it."""
-        self.line: MeasuredLine | None = None
-        """The line to the coordinator, if that is another machine."""
+        self._answering: DoctorListener | None = None
+        """Answers other machines of the run that check their lines to this one."""
+        self._line_key = ""
+        """With which they do; of this run."""
+        self._measuring: threading.Thread | None = None
+        self._measured = list[tuple[str, MeasuredLine | None]]()
+        """Lines to other machines that the coordinator has not got yet, by their keys."""
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self._phases: dict[int, JoinedProcesses] = {}
@@ -202,8 +215,7 @@ class Attendance(Interruptible):
                 return []
         told = {one.check: one.text for one in found}
         measured = [told[check] for check in ("latency", "bandwidth") if check in told]
-        self.offer = replace(self.offer, line=", ".join(measured)[:400])
-        self.line = MeasuredLine.of(found)
+        self.offer = replace(self.offer, line=", ".join(measured)[:400], measured=MeasuredLine.of(found))
         return found
 
     def _call_and_check(self, secret: str) -> list[Finding]:
@@ -217,6 +229,9 @@ class Attendance(Interruptible):
         """Offer, wait, run the processes of this machine to the run's end; returns the exit status. Raises a
         `BiremeError` if the coordinator refuses this machine.
         """
+        with suppress(BiremeError):  # lines to this machine are not measured
+            self._answering = DoctorListener(("", 0), self._key_of_lines, self._facts, lambda _: None)
+            self.offer = replace(self.offer, line_port=self._answering.port)
         try:
             if self._line is not None:
                 try:
@@ -230,8 +245,9 @@ class Attendance(Interruptible):
                 one.close()
             if self._keeper is not None:
                 self._keeper.close()
-            if self._server is not None:
-                self._server.close()
+            for server in (self._server, self._answering):
+                if server is not None:
+                    server.close()
             if self._line is not None:
                 self._say_leave()
 
@@ -399,9 +415,9 @@ class Attendance(Interruptible):
             self._reserved.close()
             self._reserve()
         show = partial(self._show, orders.phase)
-        line = {} if self.line is None else self.line.variable
+        lines = variable_of(orders.lines)
         self._phases[orders.phase] = JoinedProcesses(
-            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before, line
+            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before, lines
         )
 
     def _reserve(self) -> None:
@@ -429,7 +445,7 @@ class Attendance(Interruptible):
         """Tell the coordinator how things are; what it says, or None if it does not answer."""
         num_letters = accumulate(len(text) for *_, text in self._lines)
         num_lines = sum(1 for _ in takewhile(_MOST_LETTERS.__ge__, num_letters))
-        lines = self._lines[:num_lines]
+        lines, measured = self._lines[:num_lines], self._measured[:]
         try:
             if self._line is None:
                 self._call_again()
@@ -445,6 +461,7 @@ class Attendance(Interruptible):
                 leaves=leaves,
                 handover=self._handover,
                 model=self._served_model(),
+                measured=[(public, line and asdict(line)) for public, line in measured],
             )
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")
@@ -461,10 +478,36 @@ class Attendance(Interruptible):
             if self._phases:
                 self._tell("The coordinator does not let this machine take part any more.")
             raise
-        del self._lines[: len(lines)]
+        del self._lines[: len(lines)], self._measured[: len(measured)]
+        self._line_key = str(answer["lines"]["key"])
+        if answer["lines"]["call"] is not None:
+            self._begin_measuring(*answer["lines"]["call"])
         self._keep_handover(str(answer["handover"]))
         self._elsewhere = tuple(map(str, answer["addresses"]))
         return answer
+
+    def _key_of_lines(self, _purpose: bytes) -> str:
+        if not self._line_key:
+            raise BiremeError("No coordinator has named a key yet.")
+        return self._line_key
+
+    def _begin_measuring(self, name: str, host: str, port: int, public: str) -> None:
+        """Measure the line to another machine of the run, beside all else."""
+
+        def measure() -> None:
+            found = list[Finding]()
+            with suppress(OSError, ValueError, KeyError):  # the machine has gone
+                found.extend(check_line((host, port), self._line_key, self._facts))
+            self._measured.append((public, MeasuredLine.of(found)))
+            for text in failures(found):
+                sentence = f"The line to {name} fails a check: {text}"
+                self._tell(sentence)
+                self._lines.append((0, "err", sentence))
+            self._wake.set()
+
+        if self._measuring is None or not self._measuring.is_alive():
+            self._measuring = threading.Thread(target=measure, name="bireme measuring", daemon=True)
+            self._measuring.start()
 
     def _keep_handover(self, text: str) -> None:
         """Keep what this machine needs to coordinate the run, if it is the coordinator's deputy."""

@@ -164,8 +164,7 @@ class Coordination(Interruptible):
         get_ready()
         try:
             attendance.call(self._own_secret)
-            attendance.offer = replace(attendance.offer, line="")  # it leads to itself
-            attendance.line = None
+            attendance.offer = replace(attendance.offer, line="", measured=None)  # it leads to itself
             attendance.run()
         except BiremeError as error:
             tell(f"This machine takes no part: {error}")

@@ -8,12 +8,21 @@ from pathlib import Path
 
 import torch
 
-from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Card, Cluster, Link, Server
+from bireme.cluster.cluster import (
+    ASSUMED_CARD,
+    ASSUMED_LINK,
+    MOST_BYTES_PER_S,
+    Card,
+    Cluster,
+    Link,
+    Route,
+    Server,
+)
 from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
 from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
 from bireme.errors import BiremeError, tell
-from bireme.machines.line import MeasuredLine
+from bireme.machines.measured_lines import LineBetween
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
 from bireme.runtime.copies.keeper import KeeperAddress
@@ -28,9 +37,9 @@ from bireme.wire.listener import RATE_VARIABLE
 
 # The devices of a run on several machines: each machine says what it has, and all of it is the cluster.
 #
-# What joins the machines is not known here unless a cluster file says it, or a machine has measured its line
-# to the coordinator of `bireme join`. A machine that does not report the speed of its network card either is
-# assumed to have 1 Gbit/s.
+# What joins the machines is not known here unless a cluster file says it, or the machines of `bireme join`
+# have measured their lines. A machine that does not report the speed of its network card either is assumed to
+# have 1 Gbit/s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,7 @@ def server_here(device: str, count: int) -> Server:
     else:
         devices = tuple(device_here(torch.device(device, place)) for place in range(count))
         found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
-    line, rate = MeasuredLine.in_variable(), os.environ.get(RATE_VARIABLE, "")
-    if line is not None:
-        found = _on_line(found, line)
+    rate = os.environ.get(RATE_VARIABLE, "")
     return _slowed(found, float(rate)) if rate.isdecimal() else found
 
 
@@ -84,15 +91,26 @@ by the processor while it is measured.
 """
 
 
-def _on_line(server: Server, line: MeasuredLine) -> Server:
-    """The machine with the card that its line to the coordinator was measured to be. A rated card stays if
-    nothing slower is on the way.
+def _on_lines(server: Server, ends: Sequence[Link]) -> Server:
+    """The machine with the card that its lines were measured to be, as it sees them. A rated card stays if
+    nothing slower is on the way to the best of the other machines.
     """
-    slowest = min(line.out_bytes_per_s, line.in_bytes_per_s)
-    if server.cards and slowest > min(_FAST_BYTES_PER_S, server.cards[0].link.bytes_per_s):
+    out, into = max(one.bytes_per_s for one in ends), max(one.into_bytes_per_s for one in ends)
+    if server.cards and min(out, into) > min(_FAST_BYTES_PER_S, server.cards[0].link.bytes_per_s):
         return server
-    link = Link(line.out_bytes_per_s, line.round_s / 2, back_bytes_per_s=line.in_bytes_per_s)
+    # A line has at least the latencies of both cards.
+    link = Link(out, min(one.latency_s for one in ends) / 2, back_bytes_per_s=into)
     return replace(server, cards=(Card(_MEASURED_CARD, tuple(range(len(server.devices))), link),))
+
+
+def _route(one: Server, other: Server, link: Link) -> Route:
+    """The line between two machines, besides their cards. One that is as fast as a processor carries is no
+    limit.
+    """
+    is_fast = min(link.bytes_per_s, link.into_bytes_per_s) > _FAST_BYTES_PER_S
+    left_s = max(link.latency_s - sum(server.cards[0].link.latency_s for server in (one, other)), 0.0)
+    own = Link(MOST_BYTES_PER_S, left_s) if is_fast else replace(link, latency_s=left_s)
+    return Route((one.name, other.name), own)
 
 
 def _slowed(server: Server, most_bytes_per_s: float) -> Server:
@@ -108,29 +126,42 @@ def _slowed(server: Server, most_bytes_per_s: float) -> Server:
     )
 
 
-def cluster_of(servers: Sequence[Server]) -> tuple[Cluster, str]:
-    """The cluster of these machines, and a sentence on what is not known about it.
+def cluster_of(servers: Sequence[Server], lines: Sequence[LineBetween] = ()) -> tuple[Cluster, str]:
+    """The cluster of these machines with the lines that were measured between them, and a sentence on what is
+    not known about it.
 
-    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`. If others
-    have measured their lines, which lead to the coordinator, its own card is as fast as the fastest line.
+    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`, or if
+    others have measured lines, a card as fast as the fastest line.
     """
-    named, unknown, usual = list[Server](), 0, Card(ASSUMED_CARD, (0,), ASSUMED_LINK)
-    lines = [card.link for one in servers for card in one.cards if card.name == _MEASURED_CARD]
-    if lines:
-        out, back = max(one.into_bytes_per_s for one in lines), max(one.bytes_per_s for one in lines)
-        usual = Card(_MEASURED_CARD, (0,), Link(out, back_bytes_per_s=back))
-    for server in servers:
-        name, number = server.name, 2
+    links = {
+        (one.first, one.second): Link(
+            one.line.out_bytes_per_s, one.line.round_s / 2, back_bytes_per_s=one.line.in_bytes_per_s
+        )
+        for one in lines
+    }
+    ends: dict[int, list[Link]] = {}
+    for (first, second), link in links.items():
+        turned = replace(link, bytes_per_s=link.into_bytes_per_s, back_bytes_per_s=link.bytes_per_s)
+        ends.setdefault(first, []).append(link)
+        ends.setdefault(second, []).append(turned)
+    named, unknown, usual = list[Server](), 0, ASSUMED_LINK
+    if links:
+        fastest = max(max(one.bytes_per_s, one.into_bytes_per_s) for one in links.values())
+        usual = Link(fastest, min(one.latency_s for one in links.values()) / 2)
+    for number, server in enumerate(servers):
+        name, count = server.name, 2
         while name in {one.name for one in named}:
-            name, number = f"{server.name}-{number}", number + 1
-        cards = server.cards
-        if not cards:
-            everyone = tuple(range(len(server.devices)))
-            cards, unknown = (replace(usual, devices=everyone),), unknown + (not lines)
-        named.append(replace(server, name=name, cards=cards))
-    if lines and not unknown:
-        known = "The plan uses the lines between the machines and the coordinator as they were measured"
-        return Cluster(tuple(named)), f"{known} when the machines joined."
+            name, count = f"{server.name}-{count}", count + 1
+        found = _on_lines(server, ends[number]) if number in ends else server
+        if not found.cards:
+            card = Card(ASSUMED_CARD, tuple(range(len(found.devices))), usual)
+            found, unknown = replace(found, cards=(card,)), unknown + 1
+        named.append(replace(found, name=name))
+    routes = [_route(named[one], named[other], link) for (one, other), link in links.items()]
+    if links:
+        known = "The plan uses the lines between the machines as they were measured"
+        rest = f"; those of {unknown} are assumed to be as fast as the fastest" if unknown else ""
+        return Cluster(tuple(named), routes=tuple(routes)), f"{known}{rest}."
     known = (
         f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and 0.5 ms "
         "between hosts"

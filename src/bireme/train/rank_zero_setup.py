@@ -19,6 +19,7 @@ from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
+from bireme.machines.measured_lines import lines_in_variable
 from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan, servers_of_places
 from bireme.plan.plan_file import load_plan, write_plan
@@ -377,7 +378,13 @@ def _cluster(
             servers += read_cluster(path).servers
     if len(servers) == 1:
         return Cluster(tuple(servers))
-    cluster, note = cluster_of(servers)
+    known = {number: place for place, number in enumerate(nodes)}
+    lines = [
+        replace(one, first=known[str(one.first)], second=known[str(one.second)])
+        for one in lines_in_variable()
+        if {str(one.first), str(one.second)} <= known.keys()
+    ]
+    cluster, note = cluster_of(servers, lines)
     tell(note)
     return cluster
 
