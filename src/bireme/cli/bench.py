@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from bireme.cli.options import Json
+from bireme.cli.described import described
 from bireme.errors import BiremeError
 
 app = typer.Typer(
@@ -28,22 +27,19 @@ def _group() -> None:
 
 
 @app.command()
+@described
 def engine(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure one shape and the overhead, in less than a minute.")
-    ] = False,
-    hosts: Annotated[
-        bool,
-        typer.Option(
-            "--hosts",
-            help="Also measure two replicas over 100 Mbit/s between network namespaces; needs root.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    quick: bool = False,
+    hosts: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Measure the engine on emulated devices and a small GPT, and compare it with torch's runtime.
 
     [dim]bireme bench engine --quick[/dim]
+
+    Options:
+        quick: Measure one shape and the overhead, in less than a minute.
+        hosts: Also measure two replicas over 100 Mbit/s between network namespaces; needs root.
     """
     words = [*["--quick"] * quick, *["--hosts"] * hosts, *["--json"] * as_json]
     raise typer.Exit(run_program("engine", words))

@@ -1,11 +1,11 @@
 """`bireme capabilities`: what a run can use, and which two of them exclude each other."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from bireme.cli.options import Json, print_json
+from bireme.cli.options import print_json
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
 
 def capabilities(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help="Capabilities to switch on together. By default all are listed."
-        ),
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/composition.md.")] = False,
-    as_json: Json = False,
+    names: list[str] | None = None,
+    markdown: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Show which capabilities go together, or the keys of a run file that switch on some of them.
 
     [dim]bireme capabilities quorum boundary-codec[/dim]
+
+    Arguments:
+        names ([NAME]...): Capabilities to switch on together. By default all are listed.
+
+    Options:
+        markdown: Print docs/composition.md.
     """
     from bireme.capabilities import CAPABILITIES, capability_named, refuse_excluded
     from bireme.report.composition import (

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bireme.cli.described import described
 from bireme.cli.options import (
-    Force,
-    Json,
     check_suffix,
     check_writable,
     is_one_of_many,
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
     from bireme.devices import Backend
 
 
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "--to", "-o", metavar="FILE.toml", help="Write the cluster to a file."),
-]
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -37,21 +31,20 @@ app = typer.Typer(
 
 
 @app.command()
+@described
 def discover(
-    cpus: Annotated[
-        int | None,
-        typer.Option(
-            max=4096,
-            help="Number of devices to divide the CPU into; by default 1, or 0 if there are CUDA devices.",
-        ),
-    ] = None,
-    output: Output = None,
-    force: Force = False,
-    as_json: Json = False,
+    cpus: Annotated[int | None, {"max": 4096}] = None,
+    output: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Find this machine's devices, memory and links, without measuring them.
 
     [dim]bireme cluster discover --output cluster.toml[/dim]
+
+    Options:
+        cpus: Number of devices to divide the CPU into; by default 1, or 0 if there are CUDA devices.
+        output (--output, --to, -o FILE.toml): Write the cluster to a file.
     """
     from bireme.cluster.machine import discover as find
 
@@ -65,19 +58,21 @@ def discover(
 
 
 @app.command()
+@described
 def show(
-    cluster: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE.toml|NAME", help="Cluster file, or name of a ready cluster (see `--list`)."
-        ),
-    ] = "",
-    names: Annotated[bool, typer.Option("--list", help="List the ready clusters.")] = False,
-    as_json: Json = False,
+    cluster: str = "",
+    names: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Show the servers, devices and links of a cluster, and which devices are equal.
 
     [dim]bireme cluster show two-unequal-servers[/dim]
+
+    Arguments:
+        cluster (FILE.toml|NAME): Cluster file, or name of a ready cluster (see `--list`).
+
+    Options:
+        names (--list): List the ready clusters.
     """
     from bireme.cluster.cluster_file import example_names, load_cluster
 
@@ -95,7 +90,10 @@ def show(
 
 
 @app.command()
-def devices(as_json: Json = False) -> None:
+@described
+def devices(
+    as_json: bool = False,
+) -> None:
     """List the catalogue of devices: makers' figures, and what share of them training attains.
 
     [dim]bireme cluster devices --json[/dim]
@@ -106,48 +104,31 @@ def devices(as_json: Json = False) -> None:
 
 
 @app.command()
+@described
 def probe(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="Model to time the devices with: gpt:…, hf:FOLDER or file.py:function.",
-            show_default="a small GPT",
-        ),
-    ] = "",
-    batch: Annotated[
-        int, typer.Option("--batch", "-b", max=2**20, help="Samples per timed micro-batch.")
-    ] = 1,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            "-n",
-            max=1024,
-            help="Number of processes to start here, one per device; not under torchrun.",
-            show_default="one per CUDA device, else 2",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Kind of device: cpu or cuda.", show_default="cuda if there is one")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(max=86_400.0, help="Approximate time for measuring the links.")
-    ] = 20.0,
-    disk: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder on every machine whose disk to measure, and the way to the host."
-        ),
-    ] = None,
-    output: Output = None,
-    force: Force = False,
-    as_json: Json = False,
+    model: Annotated[str, {"show_default": "a small GPT"}] = "",
+    batch: Annotated[int, {"max": 2**20}] = 1,
+    processes: Annotated[int | None, {"max": 1024, "show_default": "one per CUDA device, else 2"}] = None,
+    device: Annotated[str | None, {"show_default": "cuda if there is one"}] = None,
+    seconds: Annotated[float, {"max": 86_400.0}] = 20.0,
+    disk: Path | None = None,
+    output: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Measure devices and links on this machine or, under torchrun, on several.
 
     [dim]torchrun --nnodes 2 --nproc-per-node 4 … --no-python bireme cluster probe -o cluster.toml[/dim]
+
+    Options:
+        model (MODEL): Model to time the devices with: gpt:…, hf:FOLDER or file.py:function.
+        batch (--batch, -b): Samples per timed micro-batch.
+        processes (--processes, -n): Number of processes to start here, one per device; not under torchrun.
+        device: Kind of device: cpu or cuda.
+        seconds: Approximate time for measuring the links.
+        disk (FOLDER): Folder on every machine whose disk to measure, and the way to the host.
+        output (--output, --to, -o FILE.toml): Write the cluster to a file.
     """
     from bireme.report.terminal import progress_bar
     from bireme.runtime.measuring.probe import ProbeSetting, probe_here, probe_of_environment

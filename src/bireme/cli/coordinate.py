@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, RunToml, Sets, address_of, print_json
+from bireme.cli.options import address_of, print_json
 from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
@@ -29,68 +29,18 @@ _PROBE = ("192.0.2.1", 9)
 
 
 def coordinate(
-    run_file: RunToml = None,
-    set_: Sets = None,
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help=f"This machine's address for the others. By default that of its network card, port {PORT}.",
-        ),
-    ] = "",
-    machines: Annotated[
-        str,
-        typer.Option(
-            metavar="N | A..B", help="Machines to wait for, with this one unless --no-devices; by default 2."
-        ),
-    ] = "",
-    wait: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="With A..B: begin with at least A machines if no other comes for so long; by default 30.",
-        ),
-    ] = None,
-    no_devices: Annotated[
-        bool, typer.Option("--no-devices", help="Take no part in the training with this machine.")
-    ] = False,
-    deputy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A machine of the run that may coordinate it if this one is lost: a name or the beginning "
-            "of a key; repeatable. It gets this coordinator's key, so trust it.",
-        ),
-    ] = None,
-    take_over: Annotated[
-        str,
-        typer.Option(
-            metavar="RUN",
-            help="Coordinate this run in the place of a coordinator that is lost and whose deputy this "
-            "machine is.",
-        ),
-    ] = "",
-    revoke: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Let a machine take part no more, in a run on its way too, and end. A name or the beginning "
-            "of a key.",
-        ),
-    ] = "",
-    admit: Annotated[
-        str, typer.Option(metavar="NAME", help="Let a machine take part again that was revoked, and end.")
-    ] = "",
-    no_discovery: Annotated[
-        bool,
-        typer.Option(
-            "--no-discovery",
-            help="Do not answer machines of the local network that look for a coordinator. Answers give the "
-            "address, the name of the run and the version of Bireme.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    set_: list[str] | None = None,
+    listen: Annotated[str, {"words": PORT}] = "",
+    machines: str = "",
+    wait: Annotated[float | None, {"min": 0}] = None,
+    no_devices: bool = False,
+    deputy: list[str] | None = None,
+    take_over: str = "",
+    revoke: str = "",
+    admit: str = "",
+    no_discovery: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Wait for machines that type `bireme join`, and train a model with all of them.
 
@@ -99,6 +49,23 @@ def coordinate(
     machines.
 
     [dim]bireme coordinate run.toml --machines 3 --set sync.mode=quorum[/dim]
+
+    Options:
+        listen (HOST:PORT): This machine's address for the others. By default that of its network card,
+            port {}.
+        machines (N | A..B): Machines to wait for, with this one unless --no-devices; by default 2.
+        wait (SECONDS): With A..B: begin with at least A machines if no other comes for so long; by default
+            30.
+        no_devices: Take no part in the training with this machine.
+        deputy (NAME): A machine of the run that may coordinate it if this one is lost: a name or the
+            beginning of a key; repeatable. It gets this coordinator's key, so trust it.
+        take_over (RUN): Coordinate this run in the place of a coordinator that is lost and whose deputy this
+            machine is.
+        revoke (NAME): Let a machine take part no more, in a run on its way too, and end. A name or the
+            beginning of a key.
+        admit (NAME): Let a machine take part again that was revoked, and end.
+        no_discovery: Do not answer machines of the local network that look for a
+            coordinator. Answers give the address, the name of the run and the version of Bireme.
     """
     if revoke or admit:
         _change_list(revoke, admit)
@@ -242,62 +209,15 @@ _INSTALL = (
 
 
 def join(
-    coordinator: Annotated[
-        str,
-        typer.Argument(
-            metavar="[HOST:PORT]",
-            help="The coordinator, as it prints its address. Without it, the one that answers in the local "
-            "network.",
-        ),
-    ] = "",
-    token: Annotated[
-        str,
-        typer.Option(
-            metavar="TOKEN",
-            help="The token that `bireme coordinate` prints; a machine that it knows needs none.",
-        ),
-    ] = "",
-    name: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="This machine's name in the coordinator's list; by default its host name."
-        ),
-    ] = "",
-    devices: Annotated[
-        str,
-        typer.Option(
-            metavar="N,N… | none",
-            help="The GPUs to lend, by their numbers from 0 on; with `none` it computes on the CPU.",
-        ),
-    ] = "",
-    memory: Annotated[
-        str,
-        typer.Option(
-            metavar="BYTES", help="The memory of this machine to lend, such as 8GiB. Plans use no more."
-        ),
-    ] = "",
-    rate: Annotated[
-        str,
-        typer.Option(
-            metavar="RATE",
-            help="The most to send over each line to another machine, such as 50Mbit/s. Plans count with it.",
-        ),
-    ] = "",
-    hours: Annotated[
-        str,
-        typer.Option(
-            metavar="FROM-TO",
-            help="Take part in these hours of the day only, such as 20-8 or 20:30-8:00 in local time. At "
-            "their end the machine leaves, and it returns when they begin.",
-        ),
-    ] = "",
-    service: Annotated[
-        bool,
-        typer.Option(
-            "--service", help="Print a unit of systemd that joins with these options at every start, and end."
-        ),
-    ] = False,
-    as_json: Json = False,
+    coordinator: str = "",
+    token: str = "",
+    name: str = "",
+    devices: str = "",
+    memory: str = "",
+    rate: str = "",
+    hours: str = "",
+    service: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Take part in a run with this machine: check it and the line, wait for the others, train.
 
@@ -305,6 +225,22 @@ def join(
     a second one ends the processes of this machine at once.
 
     [dim]bireme join 192.168.1.5:29600 --token TOKEN[/dim]
+
+    Arguments:
+        coordinator ([HOST:PORT]): The coordinator, as it prints its address. Without it, the one that answers
+            in the local network.
+
+    Options:
+        token (TOKEN): The token that `bireme coordinate` prints; a machine that it knows needs none.
+        name (NAME): This machine's name in the coordinator's list; by default its host name.
+        devices (N,N… | none): The GPUs to lend, by their numbers from 0 on; with `none` it computes on the
+            CPU.
+        memory (BYTES): The memory of this machine to lend, such as 8GiB. Plans use no more.
+        rate (RATE): The most to send over each line to another machine, such as 50Mbit/s. Plans count with
+            it.
+        hours (FROM-TO): Take part in these hours of the day only, such as 20-8 or 20:30-8:00 in local time.
+            At their end the machine leaves, and it returns when they begin.
+        service: Print a unit of systemd that joins with these options at every start, and end.
     """
     from bireme import __version__
     from bireme.machines.admission import AdmissionToken
@@ -398,31 +334,25 @@ def refuse_failing(sentences: list[str]) -> None:
 
 
 def doctor(
-    other: Annotated[
-        str, typer.Argument(metavar="[HOST:PORT]", help="The other machine; by default only this one.")
-    ] = "",
-    token: Annotated[
-        str,
-        typer.Option(
-            metavar="TOKEN",
-            help="The token that `bireme doctor --listen` prints, or the BIREME_KEY of a run. By default the "
-            "variable BIREME_KEY.",
-        ),
-    ] = "",
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Answer other machines at this machine's address HOST, and print the line to type on them.",
-        ),
-    ] = "",
-    as_json: Json = False,
+    other: str = "",
+    token: str = "",
+    listen: str = "",
+    as_json: bool = False,
 ) -> None:
     """Check this machine, and the line to another one: all that keeps them from training together.
 
     Exit status: 0 if all is well, 1 if something will fail.
 
     [dim]bireme doctor --listen 192.168.1.5:29600[/dim]
+
+    Arguments:
+        other ([HOST:PORT]): The other machine; by default only this one.
+
+    Options:
+        token (TOKEN): The token that `bireme doctor --listen` prints, or the BIREME_KEY of a run. By default
+            the variable BIREME_KEY.
+        listen (HOST:PORT): Answer other machines at this machine's address HOST, and print the line to type
+            on them.
     """
     from bireme import __version__
     from bireme.machines.line import check_line

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, check_suffix, print_json
+from bireme.cli.options import check_suffix, print_json
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
@@ -18,41 +18,30 @@ PURPOSES = "finetune, lora, qlora, pretrain, own-model, machines"
 
 
 def init(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run file to write.")] = Path("run.toml"),
-    purpose: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="PURPOSE",
-            help=f"Write only what this purpose needs: {PURPOSES}. Asked for in a terminal.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Model to train, from which values follow: a folder of transformers, or as in model.source.",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="Data to train on: a file, a folder, or as in data.source."),
-    ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="FILE.yml", help="Translate a configuration of axolotl or LLaMA-Factory."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Write every key, explained and commented out with its default.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    as_json: Json = False,
+    path: Path = Path("run.toml"),
+    purpose: Annotated[str | None, {"words": PURPOSES}] = None,
+    model: str | None = None,
+    data: str | None = None,
+    source: Path | None = None,
+    everything: bool = False,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Write a run file for `bireme train`: what one purpose needs, or with --all every key, explained.
 
     [dim]bireme init lora.toml --for lora --model models/llama --data chats.jsonl[/dim]
+
+    Arguments:
+        path (PATH): Run file to write.
+
+    Options:
+        purpose (--for PURPOSE): Write only what this purpose needs: {}. Asked for in a terminal.
+        model (MODEL): Model to train, from which values follow: a folder of transformers, or as in
+            model.source.
+        data (DATA): Data to train on: a file, a folder, or as in data.source.
+        source (--from FILE.yml): Translate a configuration of axolotl or LLaMA-Factory.
+        everything (--all): Write every key, explained and commented out with its default.
+        force: Overwrite an existing file.
     """
     check_suffix(path, "run file", ".toml")
     is_there = path.exists() or path.is_symlink()

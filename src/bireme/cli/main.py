@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from bireme import __version__
+from bireme.cli.described import described
 from bireme.errors import BiremeError, tell
 
 # The verbs of `bireme`, in groups, and what each is for. A verb is loaded when it is asked for.
@@ -97,7 +98,7 @@ class Verbs(TyperGroup):
         app = getattr(module, "app", None)
         if app is None:
             app = typer.Typer(add_completion=False)
-            app.command(name=cmd_name)(getattr(module, cmd_name))
+            app.command(name=cmd_name)(described(getattr(module, cmd_name)))
         command = get_command(app)
         command.name = cmd_name
         return command

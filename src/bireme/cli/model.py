@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bireme.cli.options import Json, Sets, is_one_of_many, print_json, settings_of, show
+from bireme.cli.options import is_one_of_many, print_json, settings_of, show
 from bireme.cli.train import INTERRUPTED_STATUS
 from bireme.errors import BiremeError, tell
 
@@ -23,31 +23,24 @@ _WITHOUT_MODEL = 1024
 
 
 def data(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE|RUN.toml", help="Data, as in data.source, or a run file, or the folder of a run."
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Folder of the transformers model that is to learn the data."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(metavar="N", min=0, max=1000, help="Samples to show of each source.")
-    ] = 3,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Tokens of a sample; by default as in the run or as for the model, else 1,024."
-        ),
-    ] = None,
-    set_: Sets = None,
-    as_json: Json = False,
+    source: str,
+    model: str | None = None,
+    samples: Annotated[int, {"min": 0, "max": 1000}] = 3,
+    length: int | None = None,
+    set_: list[str] | None = None,
+    as_json: bool = False,
 ) -> None:
     """Show samples as the model will see them, token by token, and what counts in the loss.
 
     [dim]bireme data chats.jsonl --model Llama-3.2-1B-Instruct[/dim]
+
+    Arguments:
+        source (FILE|RUN.toml): Data, as in data.source, or a run file, or the folder of a run.
+
+    Options:
+        model (FOLDER): Folder of the transformers model that is to learn the data.
+        samples (N): Samples to show of each source.
+        length (N): Tokens of a sample; by default as in the run or as for the model, else 1,024.
     """
     from bireme.report.terminal import progress_bar
 
@@ -87,55 +80,31 @@ def data(
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="The folder of a run, of an exported model, or of any transformers model.",
-        ),
-    ],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Data, as in data.source; by default what the run held out for evaluation.",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens per sample; by default as in training, else the model's context, at most 1,024."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="Tokenizer; by default the model's own.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "-B", help="Samples that run at a time.")
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option(
-            help="Most batches, 0 for all; by default all of --data, and of a run's own data as many as it "
-            "evaluates itself.",
-            min=0,
-            metavar="N",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that share the model as a pipeline; by default as many as its weights need.",
-            min=1,
-            metavar="N",
-        ),
-    ] = None,
-    set_: Sets = None,
-    as_json: Json = False,
+    model: str,
+    data: str | None = None,
+    length: int | None = None,
+    tokenizer: str | None = None,
+    batch_size: int | None = None,
+    batches: Annotated[int | None, {"min": 0}] = None,
+    workers: Annotated[int | None, {"min": 1}] = None,
+    set_: list[str] | None = None,
+    as_json: bool = False,
 ) -> None:
     """Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
 
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
+
+    Arguments:
+        model (RUN|MODEL): The folder of a run, of an exported model, or of any transformers model.
+
+    Options:
+        data (SOURCE): Data, as in data.source; by default what the run held out for evaluation.
+        length: Tokens per sample; by default as in training, else the model's context, at most 1,024.
+        tokenizer (FOLDER|bytes): Tokenizer; by default the model's own.
+        batch_size (--batch-size, -B): Samples that run at a time.
+        batches (N): Most batches, 0 for all; by default all of --data, and of a run's own data as many as it
+            evaluates itself.
+        workers (N): Processes that share the model as a pipeline; by default as many as its weights need.
     """
     from bireme.report.terminal import progress_bar
     from bireme.runtime.board import RankFailed
@@ -189,54 +158,33 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|FOLDER",
-            help="The folder of a run, of an exported model, or of any transformers model.",
-        ),
-    ],
-    prompt: Annotated[
-        str,
-        typer.Argument(help="The text to continue, or with --chat a message; - reads standard input."),
-    ],
-    tokens: Annotated[int, typer.Option(metavar="N", min=1, max=10**6, help="Most tokens to write.")] = 128,
-    temperature: Annotated[
-        float,
-        typer.Option(metavar="T", min=0.0, max=100.0, help="Randomness; 0 always takes the likeliest token."),
-    ] = 0.8,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            min=0.0,
-            max=1.0,
-            help="Draw among the likeliest tokens that together have this probability.",
-        ),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Random seed of the draws.")] = 0,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Give the prompt as a message of a user, by the chat template.",
-        ),
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes of this machine, each with a part of the model; by default as many as the "
-            "weights need. Under torchrun the processes are those that it starts.",
-            min=1,
-            metavar="N",
-        ),
-    ] = None,
-    set_: Sets = None,
-    as_json: Json = False,
+    model: str,
+    prompt: str,
+    tokens: Annotated[int, {"min": 1, "max": 10**6}] = 128,
+    temperature: Annotated[float, {"min": 0.0, "max": 100.0}] = 0.8,
+    top_p: Annotated[float, {"min": 0.0, "max": 1.0}] = 1.0,
+    seed: Annotated[int, {"min": 0}] = 0,
+    chat: bool = False,
+    workers: Annotated[int | None, {"min": 1}] = None,
+    set_: list[str] | None = None,
+    as_json: bool = False,
 ) -> None:
     """Let a model write: continue a prompt, or answer it.
 
     The model may be larger than the memory of this machine. [dim]bireme generate runs/first-run "def "[/dim]
+
+    Arguments:
+        model (RUN|FOLDER): The folder of a run, of an exported model, or of any transformers model.
+        prompt: The text to continue, or with --chat a message; - reads standard input.
+
+    Options:
+        tokens (N): Most tokens to write.
+        temperature (T): Randomness; 0 always takes the likeliest token.
+        top_p (P): Draw among the likeliest tokens that together have this probability.
+        seed (S): Random seed of the draws.
+        chat: Give the prompt as a message of a user, by the chat template.
+        workers (N): Processes of this machine, each with a part of the model; by default as many as the
+            weights need. Under torchrun the processes are those that it starts.
     """
     others = is_one_of_many()
     if others and (workers is not None or prompt == "-"):
@@ -287,29 +235,25 @@ class ExportFormat(StrEnum):
 
 
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
-    merged: Annotated[
-        bool,
-        typer.Option(
-            "--merged",
-            help="Add the adapter of model.lora to its base, and export the whole model.",
-        ),
-    ] = False,
-    form: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--format",
-            help="Files of the weights: safetensors, or dcp for torch.distributed.checkpoint.",
-        ),
-    ] = ExportFormat.SAFETENSORS,
-    as_json: Json = False,
+    run_dir: Path,
+    to: Path,
+    merged: bool = False,
+    form: ExportFormat = ExportFormat.SAFETENSORS,
+    as_json: bool = False,
 ) -> None:
     """Export the latest model of a run: a transformers folder, or safetensors with the model's names.
 
     Of a run with model.lora it is the adapter, as the peft library loads it.
 
     [dim]bireme export runs/first-run --to model[/dim]
+
+    Arguments:
+        run_dir (RUN): Folder of the run.
+
+    Options:
+        to (FOLDER): New or empty folder for the model.
+        merged: Add the adapter of model.lora to its base, and export the whole model.
+        form (--format): Files of the weights: safetensors, or dcp for torch.distributed.checkpoint.
     """
     from bireme.model.graph_file import load_graph
     from bireme.train.checkpoint.checkpoint import newest_good
@@ -350,12 +294,18 @@ def export(
 
 
 def merge(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with model.lora.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New or empty folder for the model.")],
-    as_json: Json = False,
+    run_dir: Path,
+    to: Path,
+    as_json: bool = False,
 ) -> None:
     """Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
 
     [dim]bireme merge runs/chats --to model[/dim]
+
+    Arguments:
+        run_dir (RUN): Folder of a run with model.lora.
+
+    Options:
+        to (FOLDER): New or empty folder for the model.
     """
     export(run_dir, to, merged=True, as_json=as_json)

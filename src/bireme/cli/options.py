@@ -1,11 +1,39 @@
-"""Options that several verbs share, and helpers to read them."""
+"""Options that several verbs share, and helpers to read them.
+
+Verbs get the descriptions from here, by the names of parameters (`described.py`).
+
+Arguments:
+    run_file (RUN.toml): Run file (`bireme init` writes one); by default the demonstration.
+
+Options:
+    batches (--batches, -n): Number of batches.
+    stages_per_rank: Stages per rank: 2 for interleaved and zbv, else 1 or several neighboring stages.
+    slices: Number of micro-batches that 1f1b-sliced slices; by default the best.
+    lookahead: Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links.
+    sweep: Micro-batches that a rank takes through a stage before it turns to the next stage.
+    source (--from FILE.csv): Read the schedule from a file in torch's format.
+    force: Overwrite output files that exist.
+    as_json (--json): Print one JSON document instead.
+    restarts (N): Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By
+        default 3 with sync.mode quorum, groups and diloco, and 0 with allreduce.
+    set_ (--set TABLE.KEY=VALUE): Change a key of the run file. Repeatable.
+    file (FILE.json): Forecast the plan in this file, from `bireme plan --output` or by hand, and
+        search for none.
+
+Costs of the model:
+    profile ([NAME=]FILE.json): Profile written by `bireme profile`, instead of measuring. The run file need
+        not name a model. With a name it is for the devices of this name or kind, as in `plan.profiles`.
+        Repeatable.
+    like (NAME|FILE.json): Estimate for this device, such as a100, instead of measuring here.
+    fresh: Measure again, ignoring the cache.
+"""
 
 import json
 import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,88 +48,6 @@ if TYPE_CHECKING:
 
 MOST_FORWARDS = 10_000_000
 """Forwards in all batches of a schedule that is drawn or simulated."""
-
-Batches = Annotated[int | None, typer.Option("--batches", "-n", help="Number of batches.")]
-StagesPerRank = Annotated[
-    int | None,
-    typer.Option(
-        help="Stages per rank: 2 for interleaved and zbv, else 1 or several neighboring stages.",
-    ),
-]
-Slices = Annotated[
-    int | None,
-    typer.Option(help="Number of micro-batches that 1f1b-sliced slices; by default the best."),
-]
-AheadBy = Annotated[
-    int,
-    typer.Option(
-        "--lookahead", help="Extra forwards that 1f1b, 2bw and 2bw-fresh run ahead to hide slow links."
-    ),
-]
-Sweep = Annotated[
-    int,
-    typer.Option(help="Micro-batches that a rank takes through a stage before it turns to the next stage."),
-]
-From = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="FILE.csv", help="Read the schedule from a file in torch's format."),
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite output files that exist.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-RunToml = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN.toml", help="Run file (`bireme init` writes one); by default the demonstration."
-    ),
-]
-Restarts = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By "
-        "default 3 with sync.mode quorum, groups and diloco, and 0 with allreduce.",
-    ),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the run file. Repeatable."),
-]
-
-
-# A profile that is there, or how to make one: for the verbs that need the costs of a run's model.
-
-_PROFILE = "Costs of the model"
-
-ProfileFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[NAME=]FILE.json",
-        help="Profile written by `bireme profile`, instead of measuring. The run file need not name a model. "
-        "With a name it is for the devices of this name or kind, as in `plan.profiles`. Repeatable.",
-        rich_help_panel=_PROFILE,
-    ),
-]
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        metavar="FILE.json",
-        help="Forecast the plan in this file, from `bireme plan --output` or by hand, and search for none.",
-    ),
-]
-Like = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE.json",
-        help="Estimate for this device, such as a100, instead of measuring here.",
-        rich_help_panel=_PROFILE,
-    ),
-]
-Fresh = Annotated[
-    bool,
-    typer.Option("--fresh", help="Measure again, ignoring the cache.", rich_help_panel=_PROFILE),
-]
 
 
 def begin() -> None:

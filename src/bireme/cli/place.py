@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bireme.cli.options import Force, Json, check_writable, refuse, say_written, show
+from bireme.cli.options import check_writable, refuse, say_written, show
 from bireme.errors import BiremeError, closest, tell
 from bireme.placement.workload import (
     Granularity,
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from bireme.placement.workload_file import ReadWorkload, WrittenSplit
     from bireme.profile.profile import Profile
 
-devices_option = partial(typer.Option, rich_help_panel="Devices, instead of the file's")
-search_option = partial(typer.Option, rich_help_panel="What to look for")
-output_option = partial(typer.Option, rich_help_panel="Output")
-measuring_option = partial(typer.Option, rich_help_panel="Measuring")
-model_option = partial(typer.Option, rich_help_panel="A model instead of a file")
 
 OF_A_SEARCH = (
     "method",
@@ -59,7 +54,7 @@ OF_A_MODEL = (
 # Options whose value is one of a few words: checked in one sentence, and completed by the shell.
 
 
-def _word(what: str, *known: str, metavar: str, text: str) -> dict[str, Any]:
+def _word(what: str, *known: str) -> dict[str, Any]:
     """What makes an option of typer take one of these words, such as an enum's members.
 
     `what` is what to call it in an error. The words replace `{}` in the help text.
@@ -74,140 +69,100 @@ def _word(what: str, *known: str, metavar: str, text: str) -> dict[str, Any]:
     def completed(incomplete: str) -> list[str]:
         return [one for one in words if one.startswith(incomplete)]
 
-    listed = f"{', '.join(words[:-1])} or {words[-1]}"
     return {
         "parser": parsed,
         "autocompletion": completed,
-        "metavar": metavar,
-        "help": text.format(listed),
+        "words": f"{', '.join(words[:-1])} or {words[-1]}",
     }
 
 
 def place(
     context: typer.Context,
-    workload: Annotated[
-        Path | None,
-        typer.Argument(metavar="WORKLOAD.json", help="Workload file: operators, edges and devices."),
-    ] = None,
-    objective: Annotated[
-        Objective | None,
-        search_option(
-            **_word(
-                "objective",
-                *Objective,
-                metavar="GOAL",
-                text="Time to minimize: {}; by default training if there are backward nodes, else "
-                "throughput.",
-            )
-        ),
-    ] = None,
-    method: Annotated[
-        Method,
-        search_option(
-            **_word("method", *Method, metavar="METHOD", text="Search method: {}."),
-        ),
-    ] = Method.AUTO,
-    contiguous: Annotated[
-        bool,
-        search_option(
-            "--contiguous/--any",
-            help="Give each device one connected part of the graph, or allow any placement.",
-        ),
-    ] = True,
-    time_limit: Annotated[
-        float | None, search_option(metavar="SECONDS", help="Time limit of the search.")
-    ] = None,
-    pieces: Annotated[int, search_option(help="Parts that an accelerator may run in turn, for latency.")] = 1,
-    seed: Annotated[int, search_option(help="Seed of random methods.")] = 0,
-    expert: Annotated[
-        Path | None, search_option(metavar="FILE.json", help="Use this split unchanged.")
-    ] = None,
-    check: Annotated[
-        Path | None, search_option(metavar="FILE.json", help="Check this split instead of searching.")
-    ] = None,
-    accelerators: Annotated[int | None, devices_option(help="Number of accelerators.")] = None,
-    cpus: Annotated[int | None, devices_option(help="Number of CPUs.")] = None,
-    memory: Annotated[float | None, devices_option(metavar="BYTES", help="Memory of an accelerator.")] = None,
-    model: Annotated[
-        str | None, model_option(metavar="MODEL", help="Model to measure here, as in model.source.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        model_option(metavar="FILE.toml|NAME", help="Cluster with equal devices; by default this machine."),
-    ] = None,
-    micro_batch: Annotated[int, model_option(help="Samples per micro-batch.")] = 1,
-    training: Annotated[
-        bool, model_option("--training/--inference", help="Place forward and backward, or only forward.")
-    ] = True,
-    granularity: Annotated[
-        Granularity,
-        model_option(
-            **_word("granularity", *Granularity, metavar="PARTS", text="Parts that are placed: {}."),
-        ),
-    ] = Granularity.OPERATORS,
-    copy_tied: Annotated[
-        bool,
-        model_option(
-            "--copy-tied/--bind-tied",
-            help="Copy tied weights to every user, as in a pipeline, or keep their users on one device.",
-        ),
-    ] = True,
-    workload_file: Annotated[
-        Path | None, model_option(metavar="FILE.json", help="Write the model's workload to a file.")
-    ] = None,
-    to: Annotated[
-        Path | None,
-        model_option(
-            "--to",
-            metavar="FILE.json",
-            help="Write the placement as a plan, with cuts moved to the nearest stage boundaries.",
-        ),
-    ] = None,
-    schedule: Annotated[str, model_option("--schedule", "-s", help="Schedule of the plan.")] = "2bw",
-    microbatches: Annotated[
-        int | None,
-        model_option(
-            "--microbatches", "-m", help="Micro-batches per batch of the plan; by default twice the stages."
-        ),
-    ] = None,
-    measure_on: Annotated[
-        str, measuring_option(help="Device: cpu, cuda, cuda:1; meta estimates without running.")
-    ] = "cpu",
-    like: Annotated[
-        str | None,
-        measuring_option(metavar="NAME|FILE.json", help="Device to estimate for on meta, such as a100."),
-    ] = None,
-    length: Annotated[
-        int | None, measuring_option(help="Tokens per sequence, if the model does not fix it.")
-    ] = None,
-    dtype: Annotated[
-        str, measuring_option(help="Number format: float32, bfloat16, float16 or float64.")
-    ] = "float32",
-    optimizer: Annotated[
-        str, measuring_option(help="Optimizer: adamw, adam, muon or sgd (with momentum).")
-    ] = "adamw",
-    fresh: Annotated[bool, measuring_option("--fresh", help="Measure again, ignoring the cache.")] = False,
-    output: Annotated[
-        Path | None,
-        output_option("--output", "-o", metavar="FILE.json", help="Write the JSON document to a file."),
-    ] = None,
-    split: Annotated[
-        Path | None, output_option(metavar="FILE.json", help="Write the split in the published format.")
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        output_option(
-            metavar="FILE", help="Draw the placed graph to a file that ends in .svg, .png or .dot."
-        ),
-    ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    workload: Path | None = None,
+    objective: Annotated[Objective | None, _word("objective", *Objective)] = None,
+    method: Annotated[Method, _word("method", *Method)] = Method.AUTO,
+    contiguous: bool = True,
+    time_limit: float | None = None,
+    pieces: int = 1,
+    seed: int = 0,
+    expert: Path | None = None,
+    check: Path | None = None,
+    accelerators: int | None = None,
+    cpus: int | None = None,
+    memory: float | None = None,
+    model: str | None = None,
+    cluster: str | None = None,
+    micro_batch: int = 1,
+    training: bool = True,
+    granularity: Annotated[Granularity, _word("granularity", *Granularity)] = Granularity.OPERATORS,
+    copy_tied: bool = True,
+    workload_file: Path | None = None,
+    to: Path | None = None,
+    schedule: str = "2bw",
+    microbatches: int | None = None,
+    measure_on: str = "cpu",
+    like: str | None = None,
+    length: int | None = None,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    fresh: bool = False,
+    output: Path | None = None,
+    split: Path | None = None,
+    picture: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Place the operators of a graph on accelerators and CPUs.
 
     [dim]bireme place examples/placement/branches.json --objective throughput[/dim]
 
     [dim]bireme place --model gpt:layers=4,width=128,heads=4,vocab=257,context=64 --to plan.json[/dim]
+
+    Arguments:
+        workload (WORKLOAD.json): Workload file: operators, edges and devices.
+
+    What to look for:
+        objective (GOAL): Time to minimize: {}; by default training if there are backward nodes, else
+            throughput.
+        method (METHOD): Search method: {}.
+        contiguous (--contiguous/--any): Give each device one connected part of the graph, or allow any
+            placement.
+        time_limit (SECONDS): Time limit of the search.
+        pieces: Parts that an accelerator may run in turn, for latency.
+        seed: Seed of random methods.
+        expert (FILE.json): Use this split unchanged.
+        check (FILE.json): Check this split instead of searching.
+
+    Devices, instead of the file's:
+        accelerators: Number of accelerators.
+        cpus: Number of CPUs.
+        memory (BYTES): Memory of an accelerator.
+
+    A model instead of a file:
+        model (MODEL): Model to measure here, as in model.source.
+        cluster (FILE.toml|NAME): Cluster with equal devices; by default this machine.
+        micro_batch: Samples per micro-batch.
+        training (--training/--inference): Place forward and backward, or only forward.
+        granularity (PARTS): Parts that are placed: {}.
+        copy_tied (--copy-tied/--bind-tied): Copy tied weights to every user, as in a pipeline, or keep their
+            users on one device.
+        workload_file (FILE.json): Write the model's workload to a file.
+        to (FILE.json): Write the placement as a plan, with cuts moved to the nearest stage boundaries.
+        schedule (--schedule, -s): Schedule of the plan.
+        microbatches (--microbatches, -m): Micro-batches per batch of the plan; by default twice the stages.
+
+    Measuring:
+        measure_on: Device: cpu, cuda, cuda:1; meta estimates without running.
+        like (NAME|FILE.json): Device to estimate for on meta, such as a100.
+        length: Tokens per sequence, if the model does not fix it.
+        dtype: Number format: float32, bfloat16, float16 or float64.
+        optimizer: Optimizer: adamw, adam, muon or sgd (with momentum).
+        fresh: Measure again, ignoring the cache.
+
+    Output:
+        output (--output, -o FILE.json): Write the JSON document to a file.
+        split (FILE.json): Write the split in the published format.
+        picture (FILE): Draw the placed graph to a file that ends in .svg, .png or .dot.
     """
     from bireme.placement.workload_file import DeviceCounts, ReadWorkload, read_workload
 

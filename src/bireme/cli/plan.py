@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bireme.cli.options import (
-    Force,
-    Fresh,
-    Json,
-    Like,
-    PlanFile,
-    ProfileFiles,
-    RunToml,
-    Sets,
     begin,
     check_plan_file,
     check_suffix,
@@ -38,38 +30,19 @@ if TYPE_CHECKING:
     from bireme.train.run_file import RunFile
 
 
-output_option = partial(typer.Option, rich_help_panel="Output")
-
-
 def plan(
     context: typer.Context,
-    run_file: RunToml = None,
-    set_: Sets = None,
-    profile: ProfileFiles = None,
-    like: Like = None,
-    fresh: Fresh = False,
-    file: PlanFile = None,
-    explain: Annotated[
-        bool,
-        output_option(
-            "--explain",
-            help="Show what limits the best plans and what would help. Plans again for each change.",
-        ),
-    ] = False,
-    output: Annotated[
-        Path | None,
-        output_option("--output", "--to", "-o", metavar="FILE.json", help="Write the plan to a file."),
-    ] = None,
-    force: Force = False,
-    export: Annotated[
-        list[str] | None,
-        output_option(
-            metavar="NAME[:FILE]",
-            help="Export for torch-csv, torchtitan, nemo or megatron; prints it without a file. The plan "
-            "counts messages as that framework sends them. Repeatable.",
-        ),
-    ] = None,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    set_: list[str] | None = None,
+    profile: list[str] | None = None,
+    like: str | None = None,
+    fresh: bool = False,
+    file: Path | None = None,
+    explain: bool = False,
+    output: Path | None = None,
+    force: bool = False,
+    export: list[str] | None = None,
+    as_json: bool = False,
 ) -> None:
     """Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
 
@@ -78,6 +51,12 @@ def plan(
     [dim]bireme plan run.toml --set cluster.source=two-unequal-servers --explain[/dim]
 
     [dim]bireme plan run.toml --file plan.json[/dim]
+
+    Output:
+        explain: Show what limits the best plans and what would help. Plans again for each change.
+        output (--output, --to, -o FILE.json): Write the plan to a file.
+        export (NAME[:FILE]): Export for torch-csv, torchtitan, nemo or megatron; prints it without a file.
+            The plan counts messages as that framework sends them. Repeatable.
     """
     if file is not None:
         refuse(context, "--file asks for the forecast of one plan, and nothing is searched", "explain")
@@ -211,36 +190,24 @@ def _write(planned: "PlannedRun", output: Path | None, exports: list[_Export], t
 
 def profile(
     context: typer.Context,
-    run_file: RunToml = None,
-    set_: Sets = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--batch",
-            "-b",
-            min=1,
-            help="Samples per micro-batch. Repeatable.",
-            show_default="the sizes that the run may use",
-        ),
-    ] = None,
-    like: Like = None,
-    halves: Annotated[
-        bool,
-        typer.Option(
-            "--halves", help="Also measure the two halves of the backward, for zero-bubble schedules."
-        ),
-    ] = False,
-    fresh: Fresh = False,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "--to", "-o", metavar="FILE.json", help="Write the profile to a file."),
-    ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    set_: list[str] | None = None,
+    batch: Annotated[list[int] | None, {"min": 1, "show_default": "the sizes that the run may use"}] = None,
+    like: str | None = None,
+    halves: bool = False,
+    fresh: bool = False,
+    output: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Measure each unit of a model: seconds forward and backward, bytes kept and sent.
 
     [dim]bireme profile run.toml --batch 8[/dim]
+
+    Options:
+        batch (--batch, -b): Samples per micro-batch. Repeatable.
+        halves: Also measure the two halves of the backward, for zero-bubble schedules.
+        output (--output, --to, -o FILE.json): Write the profile to a file.
     """
     if like is not None:
         refuse(context, "--like estimates and does not measure", "fresh")
@@ -301,40 +268,32 @@ _DEFAULT_TOKENS = "100M"
 
 
 def fit(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Built-in shape such as llama-3-8b, or a folder with a config.json."
-        ),
-    ],
-    machines: Annotated[
-        str,
-        typer.Option(
-            metavar='"NAME[:MEMORY][+HOST], … [@ LINK]"',
-            help='Machines by the words of `bireme cluster devices`, such as "2x rtx3090, m3-max:64GB @ '
-            '1Gbit/s".',
-        ),
-    ] = "",
-    train: Annotated[
-        str, typer.Option(metavar="full|lora|qlora", help="Train all weights, or adapters of rank 16.")
-    ] = "full",
-    length: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence.", show_default="4096, or the model's most")
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences of a batch.")] = 16,
-    tokens: Annotated[
-        str, typer.Option(metavar="NUMBER", help="Tokens to count the hours for, such as 100M or 2e9.")
-    ] = _DEFAULT_TOKENS,
-    within: Annotated[
-        float, typer.Option(min=0, help="Seconds after which no further change is tried.")
-    ] = 6.0,
-    as_json: Json = False,
+    model: str,
+    machines: str = "",
+    train: str = "full",
+    length: Annotated[int | None, {"show_default": "4096, or the model's most"}] = None,
+    batch: int = 16,
+    tokens: str = _DEFAULT_TOKENS,
+    within: Annotated[float, {"min": 0}] = 6.0,
+    as_json: bool = False,
 ) -> None:
     """Answer whether a model fits machines, how fast it trains there, and what would help.
 
     Nothing is measured, and no weights and no GPU are needed.
 
     [dim]bireme fit llama-3-8b --train lora --machines "rtx3090, rtx4060-laptop, m3-max:64GB @ 1Gbit/s"[/dim]
+
+    Arguments:
+        model (MODEL): Built-in shape such as llama-3-8b, or a folder with a config.json.
+
+    Options:
+        machines ("NAME[:MEMORY][+HOST], … [@ LINK]"): Machines by the words of `bireme cluster devices`, such
+            as "2x rtx3090, m3-max:64GB @ 1Gbit/s".
+        train (full|lora|qlora): Train all weights, or adapters of rank 16.
+        length: Tokens of a sequence.
+        batch (--batch, -b): Sequences of a batch.
+        tokens (NUMBER): Tokens to count the hours for, such as 100M or 2e9.
+        within: Seconds after which no further change is tried.
     """
     from bireme.cluster.named_machines import machines_of
     from bireme.model.shapes import shape_of
@@ -383,34 +342,24 @@ def _here() -> str:
 
 
 def memory(
-    run_file: RunToml = None,
-    set_: Sets = None,
-    warmup: Annotated[
-        int,
-        typer.Option(
-            max=10_000,
-            metavar="N",
-            help="Iterations to run before tracing, such as the first, which creates the optimizer's state.",
-        ),
-    ] = 1,
-    bandwidth: Annotated[
-        str,
-        typer.Option(
-            metavar="OUT[,IN]",
-            help="Bytes per second of the link for swapping: a number for both directions, or out,in.",
-        ),
-    ] = "12e9",
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the lifetimes of all blocks to a .svg or .html file."),
-    ] = None,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    set_: list[str] | None = None,
+    warmup: Annotated[int, {"max": 10_000}] = 1,
+    bandwidth: str = "12e9",
+    picture: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Trace a training iteration: what the peak consists of, which blocks are idle, what could be swapped.
 
     One process trains the whole model on training.batch_size samples.
 
     [dim]bireme memory run.toml --set training.batch_size=8[/dim]
+
+    Options:
+        warmup (N): Iterations to run before tracing, such as the first, which creates the optimizer's state.
+        bandwidth (OUT[,IN]): Bytes per second of the link for swapping: a number for both directions, or
+            out,in.
+        picture (FILE): Draw the lifetimes of all blocks to a .svg or .html file.
     """
     from bireme.profile.swapping import page_blocks, plan_swaps
     from bireme.report.gantt import check_suffix

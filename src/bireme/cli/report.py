@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bireme import __version__
-from bireme.cli.options import Force, Json, check_writable, print_json, say_written
+from bireme.cli.options import check_writable, print_json, say_written
 from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
@@ -21,31 +21,22 @@ PAGE = "report.html"
 
 
 def report(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Folder of a run; give several to compare them.")
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "--to",
-            "-o",
-            metavar="FILE.html",
-            help="File for the page; by default RUN/report.html.",
-        ),
-    ] = None,
-    force: Force = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json", help="Write a Chrome trace of the recorded batches, for ui.perfetto.dev."
-        ),
-    ] = None,
-    as_json: Json = False,
+    folders: list[Path],
+    output: Path | None = None,
+    force: bool = False,
+    trace: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.
 
     [dim]bireme report runs/my-run[/dim]
+
+    Arguments:
+        folders (RUN): Folder of a run; give several to compare them.
+
+    Options:
+        output (--output, --to, -o FILE.html): File for the page; by default RUN/report.html.
+        trace (FILE.json): Write a Chrome trace of the recorded batches, for ui.perfetto.dev.
     """
     from datetime import datetime
 
@@ -95,25 +86,21 @@ def _write_trace(run: "Run", path: Path) -> None:
 
 
 def watch(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Folder of a run that trains, has ended, or has not begun; by default the newest in runs.",
-        ),
-    ] = None,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port of this machine for the page; 0 is a free one."),
-    ] = 0,
-    no_open: Annotated[
-        bool, typer.Option("--no-open", help="Print the address only, and open no browser.")
-    ] = False,
-    as_json: Json = False,
+    folder: Path | None = None,
+    port: Annotated[int, {"min": 0, "max": 65535}] = 0,
+    no_open: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it.
 
     [dim]bireme watch runs/first-run[/dim]
+
+    Arguments:
+        folder (RUN): Folder of a run that trains, has ended, or has not begun; by default the newest in runs.
+
+    Options:
+        port: Port of this machine for the page; 0 is a free one.
+        no_open: Print the address only, and open no browser.
     """
     from bireme.report.page.page import LivePage, PageServer
     from bireme.report.page.run import read_run
@@ -160,12 +147,15 @@ SHOWN = 10
 
 
 def ledger(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run whose replicas may die.")],
-    as_json: Json = False,
+    folder: Path,
+    as_json: bool = False,
 ) -> None:
     """Check the ledger of a run: every sample in one committed round of each finished epoch.
 
     [dim]bireme ledger runs/my-run[/dim]
+
+    Arguments:
+        folder (RUN): Folder of a run whose replicas may die.
     """
     from bireme.sync.coordinator.ledger_check import check_ledger
     from bireme.sync.coordinator.samples import LEDGER

@@ -1,18 +1,11 @@
 """`bireme schedule`: draw a schedule, check it, convert it to and from torch's format."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from bireme.cli.options import (
-    AheadBy,
-    Batches,
-    From,
-    Json,
-    Slices,
-    StagesPerRank,
-    Sweep,
     build_program,
     print_json,
     refuse,
@@ -26,52 +19,44 @@ if TYPE_CHECKING:
     from bireme.schedule.program import Program
 
 
-Stages = Annotated[int, typer.Option("--stages", "-d", help="Number of pipeline stages.")]
-Microbatches = Annotated[
-    int | None,
-    typer.Option("--microbatches", "-m", help="Micro-batches per batch; by default as many as stages."),
-]
-Average = Annotated[
-    int | None,
-    typer.Option(
-        metavar="LAG",
-        help="Let replicas average weights after each update. The mean may come LAG updates late: 0 for "
-        "groups, 1 or more for outer steps.",
-    ),
-]
-Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Keep only inputs and run forwards again before backwards.")
-]
-
 SHAPE = ("stages", "microbatches", "stages_per_rank", "slices", "lookahead", "sweep", "recompute")
 """Options that have no effect with a schedule file."""
 
 
 def schedule(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Schedule; without it, all are listed.")] = None,
-    stages: Stages = 4,
-    microbatches: Microbatches = None,
-    batches: Batches = None,
-    stages_per_rank: StagesPerRank = None,
-    slices: Slices = None,
-    lookahead: AheadBy = 0,
-    sweep: Sweep = 1,
-    recompute: Recompute = False,
-    average: Average = None,
-    source: From = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Prove the schedule right, or say what is wrong.")
-    ] = False,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one batch to a file in torch's format.")
-    ] = None,
-    comms: Annotated[bool, typer.Option("--comms", help="Include sends and receives in that file.")] = False,
-    as_json: Json = False,
+    name: str | None = None,
+    stages: int = 4,
+    microbatches: int | None = None,
+    batches: int | None = None,
+    stages_per_rank: int | None = None,
+    slices: int | None = None,
+    lookahead: int = 0,
+    sweep: int = 1,
+    recompute: bool = False,
+    average: int | None = None,
+    source: Path | None = None,
+    check: bool = False,
+    csv: Path | None = None,
+    comms: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Draw a schedule as a grid: one row per rank, time to the right.
 
     [dim]bireme schedule 2bw --stages 4 --microbatches 4 --batches 3 --check[/dim]
+
+    Arguments:
+        name: Schedule; without it, all are listed.
+
+    Options:
+        stages (--stages, -d): Number of pipeline stages.
+        microbatches (--microbatches, -m): Micro-batches per batch; by default as many as stages.
+        recompute: Keep only inputs and run forwards again before backwards.
+        average (LAG): Let replicas average weights after each update. The mean may come LAG updates late: 0
+            for groups, 1 or more for outer steps.
+        check: Prove the schedule right, or say what is wrong.
+        csv (FILE): Write one batch to a file in torch's format.
+        comms: Include sends and receives in that file.
     """
     if name is None and source is None:
         names_only = "Without a schedule the names are only listed"

@@ -3,25 +3,11 @@
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from bireme.cli.options import (
-    AheadBy,
-    Batches,
-    Force,
-    Fresh,
-    From,
-    Json,
-    Like,
-    PlanFile,
-    ProfileFiles,
-    RunToml,
-    Sets,
-    Slices,
-    StagesPerRank,
-    Sweep,
     build_program,
     check_extent,
     check_plan_file,
@@ -85,105 +71,46 @@ DEPTH = 4
 WINDOW = 10
 """Batches that show start-up, steady state and drain."""
 
-times_option = partial(typer.Option, rich_help_panel="Given costs of a stage and a micro-batch")
-links_option = partial(typer.Option, rich_help_panel="Links, with given costs")
-tiers_option = partial(typer.Option, rich_help_panel="Offloading, with given costs and memory.device")
-output_option = partial(typer.Option, rich_help_panel="Output")
-
 
 def simulate(
     context: typer.Context,
-    run_file: RunToml = None,
-    set_: Sets = None,
-    batches: Batches = None,
-    profile: ProfileFiles = None,
-    like: Like = None,
-    fresh: Fresh = False,
-    file: PlanFile = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="File with seconds and bytes per stage, instead of a model and the options below.",
-        ),
-    ] = None,
-    source: From = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Compare all schedules on plan.depth devices with given costs."),
-    ] = False,
-    stages_per_rank: StagesPerRank = None,
-    slices: Slices = None,
-    lookahead: AheadBy = 0,
-    sweep: Sweep = 1,
-    forward_s: Annotated[
-        float | None, times_option(help="Seconds of a stage's forward; by default 1.")
-    ] = None,
-    backward_s: Annotated[
-        float | None, times_option(help="Seconds of a stage's backward; by default twice the forward.")
-    ] = None,
-    update_s: Annotated[float, times_option(help="Seconds of a stage's optimizer step.")] = 0.0,
-    reduce_s: Annotated[float, times_option(help="Seconds of a stage's gradient sync, per batch.")] = 0.0,
-    overlap_reduce: Annotated[
-        bool, times_option(help="Overlap the gradient sync with the next work.")
-    ] = True,
-    agree: Annotated[
-        bool,
-        times_option(
-            "--agree", help="Update only when all ranks have the batch's gradients, as in Bireme's engine."
-        ),
-    ] = False,
-    message_bytes: Annotated[float, links_option(help="Bytes between two stages, in each direction.")] = 0.0,
-    link_bytes_per_s: Annotated[
-        float | None, links_option(help="Bandwidth of a link; by default unlimited.")
-    ] = None,
-    link_latency_s: Annotated[float, links_option(help="Latency of a link.")] = 0.0,
-    half_duplex: Annotated[
-        bool, links_option("--half-duplex", help="Links carry one direction at a time.")
-    ] = False,
-    ranks_per_server: Annotated[
-        int | None,
-        links_option(
-            help="Ranks per server: they share one network card, and messages inside a server are free."
-        ),
-    ] = None,
-    link_overlap: Annotated[
-        str,
-        links_option(
-            metavar="none|receiver|full",
-            help="While a message crosses, full: both ends compute, receiver: the receiver waits, none: both "
-            "ends wait.",
-        ),
-    ] = "full",
-    weight_bytes: Annotated[
-        float, times_option(help="Bytes of one weight version of a stage; its gradient has the same size.")
-    ] = 0.0,
-    optimizer_bytes: Annotated[float, times_option(help="Bytes of a stage's optimizer state.")] = 0.0,
-    stash_bytes: Annotated[float, times_option(help="Bytes kept per micro-batch until its backward.")] = 0.0,
-    host_bytes_per_s: Annotated[
-        float | None,
-        tiers_option(help="Bandwidth between device and host, in each direction; by default unlimited."),
-    ] = None,
-    disk_bytes_per_s: Annotated[
-        float | None, tiers_option(help="Bandwidth of each rank's disk; by default unlimited.")
-    ] = None,
-    host_update_s: Annotated[
-        float | None,
-        tiers_option(
-            help="Seconds of a stage's optimizer step on the host; without it all steps run on the device."
-        ),
-    ] = None,
-    chunk_bytes: Annotated[
-        int | None, tiers_option(help="Bytes of a chunk; by default the size that wastes least.")
-    ] = None,
-    trace: Annotated[
-        Path | None, output_option(metavar="FILE.json", help="Write a Chrome trace, for ui.perfetto.dev.")
-    ] = None,
-    picture: Annotated[
-        Path | None, output_option(metavar="FILE", help="Draw the timeline to a .svg or .png file.")
-    ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    set_: list[str] | None = None,
+    batches: int | None = None,
+    profile: list[str] | None = None,
+    like: str | None = None,
+    fresh: bool = False,
+    file: Path | None = None,
+    costs: Path | None = None,
+    source: Path | None = None,
+    compare: bool = False,
+    stages_per_rank: int | None = None,
+    slices: int | None = None,
+    lookahead: int = 0,
+    sweep: int = 1,
+    forward_s: float | None = None,
+    backward_s: float | None = None,
+    update_s: float = 0.0,
+    reduce_s: float = 0.0,
+    overlap_reduce: bool = True,
+    agree: bool = False,
+    message_bytes: float = 0.0,
+    link_bytes_per_s: float | None = None,
+    link_latency_s: float = 0.0,
+    half_duplex: bool = False,
+    ranks_per_server: int | None = None,
+    link_overlap: str = "full",
+    weight_bytes: float = 0.0,
+    optimizer_bytes: float = 0.0,
+    stash_bytes: float = 0.0,
+    host_bytes_per_s: float | None = None,
+    disk_bytes_per_s: float | None = None,
+    host_update_s: float | None = None,
+    chunk_bytes: int | None = None,
+    trace: Path | None = None,
+    picture: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Predict the time and memory of a run's plan, or of a schedule with given costs.
 
@@ -192,6 +119,42 @@ def simulate(
     [dim]bireme simulate run.toml --set plan.schedule=2bw --picture run.svg[/dim]
 
     [dim]bireme simulate --set plan.schedule=2bw --set plan.depth=8 --forward-s 0.01 --backward-s 0.02[/dim]
+
+    Options:
+        costs (FILE.json): File with seconds and bytes per stage, instead of a model and the options below.
+        compare: Compare all schedules on plan.depth devices with given costs.
+
+    Given costs of a stage and a micro-batch:
+        forward_s: Seconds of a stage's forward; by default 1.
+        backward_s: Seconds of a stage's backward; by default twice the forward.
+        update_s: Seconds of a stage's optimizer step.
+        reduce_s: Seconds of a stage's gradient sync, per batch.
+        overlap_reduce: Overlap the gradient sync with the next work.
+        agree: Update only when all ranks have the batch's gradients, as in Bireme's engine.
+        weight_bytes: Bytes of one weight version of a stage; its gradient has the same size.
+        optimizer_bytes: Bytes of a stage's optimizer state.
+        stash_bytes: Bytes kept per micro-batch until its backward.
+
+    Links, with given costs:
+        message_bytes: Bytes between two stages, in each direction.
+        link_bytes_per_s: Bandwidth of a link; by default unlimited.
+        link_latency_s: Latency of a link.
+        half_duplex: Links carry one direction at a time.
+        ranks_per_server: Ranks per server: they share one network card, and messages inside a server are
+            free.
+        link_overlap (none|receiver|full): While a message crosses, full: both ends compute, receiver: the
+            receiver waits, none: both ends wait.
+
+    Offloading, with given costs and memory.device:
+        host_bytes_per_s: Bandwidth between device and host, in each direction; by default unlimited.
+        disk_bytes_per_s: Bandwidth of each rank's disk; by default unlimited.
+        host_update_s: Seconds of a stage's optimizer step on the host; without it all steps run on the
+            device.
+        chunk_bytes: Bytes of a chunk; by default the size that wastes least.
+
+    Output:
+        trace (FILE.json): Write a Chrome trace, for ui.perfetto.dev.
+        picture (FILE): Draw the timeline to a .svg or .png file.
     """
     check_writable(trace, picture, force=force)
     window = WINDOW if batches is None else batches

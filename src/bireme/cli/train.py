@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bireme.cli.options import Json, Restarts, RunToml, Sets, begin, is_one_of_many, print_json, settings_of
+from bireme.cli.options import begin, is_one_of_many, print_json, settings_of
 from bireme.cli.supervised import report_folder, supervised
 from bireme.errors import BiremeError, tell
 
@@ -30,36 +30,26 @@ NO_PROGRESS_STATUS = 3
 
 
 def train(
-    run_file: RunToml = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the run's folder, in runs/ unless set.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to train, whatever the run file says.")] = None,
-    set_: Sets = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE.yml",
-            help="Train by a configuration of axolotl or LLaMA-Factory instead of a run file.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show the plan, its time and memory, and what would be written; write nothing."
-        ),
-    ] = False,
-    restarts: Restarts = None,
-    anyway: Annotated[
-        bool,
-        typer.Option("--anyway", help="Train although the disk has no room for what the run saves."),
-    ] = False,
-    as_json: Json = False,
+    run_file: Path | None = None,
+    name: str | None = None,
+    steps: int | None = None,
+    set_: list[str] | None = None,
+    source: Path | None = None,
+    dry_run: bool = False,
+    restarts: Annotated[int | None, {"min": 0}] = None,
+    anyway: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Train a model over a pipeline. Without a run file: a small language model on Python's sources.
 
     [dim]bireme train run.toml --name first-run --steps 500[/dim]
+
+    Options:
+        name (NAME): Name of the run's folder, in runs/ unless set.
+        steps: Steps to train, whatever the run file says.
+        source (--from FILE.yml): Train by a configuration of axolotl or LLaMA-Factory instead of a run file.
+        dry_run: Show the plan, its time and memory, and what would be written; write nothing.
+        anyway: Train although the disk has no room for what the run saves.
     """
     sets = [] if source is None else _translated(run_file, source)
     sets += [*(set_ or ()), *settings_of(("--name", "log.name", name), ("--steps", "training.steps", steps))]
@@ -305,31 +295,26 @@ def _how_to_go_on(folder: "Path | str") -> str:
 
 
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="TABLE.KEY=VALUE",
-            help="Set a key for the rest of the run, such as its steps or its plan. Repeatable.",
-        ),
-    ] = None,
-    restarts: Restarts = None,
-    anyway: Annotated[
-        bool,
-        typer.Option(
-            "--anyway",
-            help="Resume although the last starts reached no new checkpoint, or the disk has no room for "
-            "what the run saves.",
-        ),
-    ] = False,
-    as_json: Json = False,
+    run_dir: Path,
+    set_: list[str] | None = None,
+    restarts: Annotated[int | None, {"min": 0}] = None,
+    anyway: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Resume a run from its most recent intact checkpoint.
 
     The exit status is 3 if three starts in a row reached no new checkpoint: another start would not help.
 
     [dim]bireme resume runs/20260101-120000-gpt-layers-4[/dim]
+
+    Arguments:
+        run_dir (RUN): Folder of the run.
+
+    Options:
+        set_ (--set TABLE.KEY=VALUE): Set a key for the rest of the run, such as its steps or its plan.
+            Repeatable.
+        anyway: Resume although the last starts reached no new checkpoint, or the disk has no room
+            for what the run saves.
     """
     supervised(partial(resumed, sets=set_, restarts=restarts, anyway=anyway, as_json=as_json))
     resumed(run_dir, set_, restarts=restarts, anyway=anyway, as_json=as_json)
