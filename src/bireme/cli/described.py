@@ -29,7 +29,7 @@ _WORDS = re.compile(r"((?:-\S+(?:, |$| ))*)(.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class Described:
     """What a docstring has of a parameter. `words` are those of the command line, `value` what to call its
     value.
     """
@@ -51,8 +51,8 @@ class _Described:
 @cache
 def described(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb with the descriptions of its parameters in their types, where typer looks for them."""
-    text, found = _read(verb.__doc__ or "")
-    known = _read(options.__doc__ or "")[1] | found
+    text, found = read(verb.__doc__ or "")
+    known = read(options.__doc__ or "")[1] | found
     signature = inspect.signature(verb, eval_str=True)
 
     @wraps(verb)
@@ -68,7 +68,7 @@ def described(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _typed(parameter: inspect.Parameter, known: dict[str, _Described]) -> inspect.Parameter:
+def _typed(parameter: inspect.Parameter, known: dict[str, Described]) -> inspect.Parameter:
     if parameter.annotation is typer.Context:
         return parameter
     kind, more = parameter.annotation, dict[str, Any]()
@@ -80,16 +80,16 @@ def _typed(parameter: inspect.Parameter, known: dict[str, _Described]) -> inspec
     return parameter.replace(annotation=Annotated[kind, found.info(**more)])
 
 
-def _read(docstring: str) -> tuple[str, dict[str, _Described]]:
+def read(docstring: str) -> tuple[str, dict[str, Described]]:
     """The text of a docstring before its sections, and the parameters that these describe."""
     text, *parts = _SECTION.split(inspect.cleandoc(docstring))
     sections = zip(parts[::2], parts[1::2], strict=True)
     return text.strip(), {name: one for title, body in sections for name, one in _entries(title, body)}
 
 
-def _entries(section: str, body: str) -> Iterator[tuple[str, _Described]]:
+def _entries(section: str, body: str) -> Iterator[tuple[str, Described]]:
     for name, inside, text in _ENTRY.findall(body):
         split = _WORDS.fullmatch(inside)
         assert split is not None, "any text is words and a value"
         words = tuple(split[1].replace(",", " ").split())
-        yield name, _Described(section, words, split[2] or None, " ".join(text.split()))
+        yield name, Described(section, words, split[2] or None, " ".join(text.split()))

@@ -1,4 +1,36 @@
-"""The command `bireme`. Verbs live in files of their own and import what they need when they run."""
+"""The command `bireme`. Verbs live in files of their own and import what they need when they run.
+
+Train a model:
+    init: Write a run file for `bireme train`: what one purpose needs, or with --all every key, explained.
+    train: Train a model over a pipeline. Without a run file: a small language model on Python's sources.
+    data: Show samples as the model will see them, token by token, and what counts in the loss.
+    coordinate: Wait for machines that type `bireme join`, and train a model with all of them.
+    join: Take part in a run with this machine: check it and the line, wait for the others, train.
+    evaluate: Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
+    resume: Resume a run from its most recent intact checkpoint.
+    report: Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.
+    watch: Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it.
+    ledger: Check the ledger of a run: every sample in one committed round of each finished epoch.
+    export: Export the latest model of a run: a transformers folder, or safetensors with the model's names.
+    merge: Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
+    generate: Let a model write: continue a prompt, or answer it.
+
+Measure and plan:
+    profile: Measure each unit of a model: seconds forward and backward, bytes kept and sent.
+    cluster: Servers, devices and links: find, measure and show them.
+    plan: Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
+    fit: Answer whether a model fits machines, how fast it trains there, and what would help.
+    place: Place the operators of a graph on accelerators and CPUs.
+    doctor: Check this machine, and the line to another one: all that keeps them from training together.
+
+Look closer:
+    schedule: Draw a schedule as a grid: one row per rank, time to the right.
+    simulate: Predict the time and memory of a run's plan, or of a schedule with given costs.
+    memory: Trace a training iteration: what the peak consists of, which blocks are idle, what could be
+        swapped.
+    capabilities: Show which capabilities go together, or the keys of a run file that switch on some of them.
+    bench: Measure Bireme on this machine and compare it with its limits and peers.
+"""
 
 import errno
 import importlib
@@ -6,6 +38,7 @@ import io
 import os
 import sys
 import traceback
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -13,56 +46,12 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from bireme import __version__
-from bireme.cli.described import described
+from bireme.cli.described import described, read
 from bireme.errors import BiremeError, tell
 
-# The verbs of `bireme`, in groups, and what each is for. A verb is loaded when it is asked for.
-
-
-VERBS = {
-    "Train a model": {
-        "init": "Write a run file for `bireme train`: what one purpose needs, or with --all every key, "
-        "explained.",
-        "train": "Train a model over a pipeline. Without a run file: a small language model on Python's "
-        "sources.",
-        "data": "Show samples as the model will see them, token by token, and what counts in the loss.",
-        "coordinate": "Wait for machines that type `bireme join`, and train a model with all of them.",
-        "join": "Take part in a run with this machine: check it and the line, wait for the others, train.",
-        "evaluate": "Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.",
-        "resume": "Resume a run from its most recent intact checkpoint.",
-        "report": "Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.",
-        "watch": "Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends "
-        "it.",
-        "ledger": "Check the ledger of a run: every sample in one committed round of each finished epoch.",
-        "export": "Export the latest model of a run: a transformers folder, or safetensors with the model's "
-        "names.",
-        "merge": "Add the adapter of a run to its base, and export the whole model: `bireme export "
-        "--merged`.",
-        "generate": "Let a model write: continue a prompt, or answer it.",
-    },
-    "Measure and plan": {
-        "profile": "Measure each unit of a model: seconds forward and backward, bytes kept and sent.",
-        "cluster": "Servers, devices and links: find, measure and show them.",
-        "plan": "Find the fastest plan that fits: where to cut a model, on which devices, with which "
-        "schedule.",
-        "fit": "Answer whether a model fits machines, how fast it trains there, and what would help.",
-        "place": "Place the operators of a graph on accelerators and CPUs.",
-        "doctor": "Check this machine, and the line to another one: all that keeps them from training "
-        "together.",
-    },
-    "Look closer": {
-        "schedule": "Draw a schedule as a grid: one row per rank, time to the right.",
-        "simulate": "Predict the time and memory of a run's plan, or of a schedule with given costs.",
-        "memory": "Trace a training iteration: what the peak consists of, which blocks are idle, what could "
-        "be swapped.",
-        "capabilities": "Show which capabilities go together, or the keys of a run file that switch on some "
-        "of them.",
-        "bench": "Measure Bireme on this machine and compare it with its limits and peers.",
-    },
-}
-"""The verbs in groups, each with the first line of its own help."""
-
-SUMMARIES = {name: summary for verbs in VERBS.values() for name, summary in verbs.items()}
+VERBS = read(__doc__ or "")[1]
+"""All verbs, each with the first line of its own help."""
+SUMMARIES = {name: verb.text for name, verb in VERBS.items()}
 FILES = {
     "join": "coordinate",
     "doctor": "coordinate",
@@ -110,9 +99,9 @@ class Verbs(TyperGroup):
         options = [line for one in self.get_params(ctx) if (line := one.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(options)
-        for group, verbs in VERBS.items():
+        for group, verbs in groupby(VERBS.items(), lambda item: item[1].section):
             with formatter.section(group):
-                formatter.write_dl([*verbs.items()])
+                formatter.write_dl([(name, verb.text) for name, verb in verbs])
         formatter.write_paragraph()
         formatter.write_text(EXAMPLE)
 

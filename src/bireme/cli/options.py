@@ -101,9 +101,13 @@ def profiled_run(
 
 
 def given_of(context: typer.Context, *options: str) -> list[str]:
-    """Those of the options that the command line has."""
-    sources = {option: context.get_parameter_source(option) for option in options}
-    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
+    """The options that the command line has of these, which are named one by one or by their panels."""
+    return [
+        str(one.name)
+        for one in context.command.params
+        if {one.name, getattr(one, "rich_help_panel", None)} & {*options}
+        if getattr(context.get_parameter_source(str(one.name)), "name", "") == "COMMANDLINE"
+    ]
 
 
 def refuse(context: typer.Context, why: str, *options: str) -> None:

@@ -31,24 +31,11 @@ if TYPE_CHECKING:
     from bireme.profile.profile import Profile
 
 
-OF_A_SEARCH = (
-    "method",
-    "expert",
-    "time_limit",
-    "seed",
-    "picture",
-    "output",
-    "split",
-    "to",
-    "workload_file",
-)
-"""Options that have no effect on a check."""
+OF_A_SEARCH = ("method", "expert", "time_limit", "seed", "Output", "to", "workload_file")
+"""Options, and a panel of them, that have no effect on a check."""
 
-OF_A_MODEL = (
-    *("cluster", "micro_batch", "training", "granularity", "copy_tied", "workload_file", "to"),
-    *("schedule", "microbatches", "measure_on", "like", "length", "dtype", "optimizer", "fresh"),
-)
-"""Options that need a model."""
+OF_A_MODEL = ("A model instead of a file", "Measuring")
+"""Panels of options that need a model."""
 
 
 # Options whose value is one of a few words: checked in one sentence, and completed by the shell.

@@ -30,36 +30,18 @@ if TYPE_CHECKING:
     from bireme.train.run_file.tables import Tables
 
 
-TIMES = ("forward_s", "backward_s", "update_s", "reduce_s", "host_update_s")
-BYTES = ("message_bytes", "weight_bytes", "optimizer_bytes", "stash_bytes")
-NOUNS = ("costs", "source", "compare", *TIMES, *BYTES)
-"""Options of which one or more stand for the model and the machines of a run."""
-PAGED = ("host_bytes_per_s", "disk_bytes_per_s", "host_update_s", "chunk_bytes")
-"""Options that only a limited device needs."""
-OF_ONE_SCHEDULE = (
-    "source",
-    "stages_per_rank",
-    "slices",
-    "lookahead",
-    "sweep",
-    "trace",
-    "picture",
-    *PAGED,
+COSTS = (
+    *("forward_s", "backward_s", "update_s", "reduce_s", "host_update_s"),
+    *("message_bytes", "weight_bytes", "optimizer_bytes", "stash_bytes"),
 )
-"""Options for a single schedule."""
+NOUNS = ("costs", "source", "compare", *COSTS)
+"""Options of which one or more stand for the model and the machines of a run."""
+OFFLOADING = "Offloading, with given costs and memory.device"
+"""The panel of options that only a limited device needs."""
+OF_A_SCHEDULE = ("stages_per_rank", "slices", "lookahead", "sweep")
 OF_COSTS = (
-    "stages_per_rank",
-    "slices",
-    "lookahead",
-    "sweep",
-    "overlap_reduce",
-    "agree",
-    "link_bytes_per_s",
-    "link_latency_s",
-    "half_duplex",
-    "ranks_per_server",
-    "link_overlap",
-    *PAGED,
+    *("Given costs of a stage and a micro-batch", "Links, with given costs", OFFLOADING),
+    *OF_A_SCHEDULE,
 )
 """Options that only given costs need."""
 SHAPE = ("schedule", "depth", "microbatches", "recompute")
@@ -189,14 +171,14 @@ def simulate(
     if costs is not None:
         refuse(context, "--costs already gives seconds and bytes", *given)
     if source is not None:
-        refuse(context, "The file defines the schedule", "stages_per_rank", "slices", "lookahead", "sweep")
+        refuse(context, "The file defines the schedule", *OF_A_SCHEDULE)
         _refuse_keys(tables, "The file defines the schedule", *SHAPE)
     if compare:
-        refuse(context, "--compare shows all schedules", *OF_ONE_SCHEDULE)
+        refuse(context, "--compare shows all schedules", "source", *OF_A_SCHEDULE, "Output", OFFLOADING)
         _refuse_keys(tables, "--compare shows all schedules", "schedule")
     budgets = None if compare else _budgets(tables)
     if budgets is None:
-        refuse(context, "Without memory.device nothing is offloaded", *PAGED)
+        refuse(context, "Without memory.device nothing is offloaded", OFFLOADING)
     name = None if source is not None or compare else _schedule_of(tables)
     depth, recompute = asked.depth or DEPTH, asked.recompute == "always"
     stages = depth * (stages_per_rank or _stages_per_rank(name))
