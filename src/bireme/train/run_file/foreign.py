@@ -8,7 +8,6 @@ models; of data only LLaMA-Factory's list of datasets is read.
 import importlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,59 +15,7 @@ from typing import Any
 
 from bireme.documents import read_json_object
 from bireme.errors import BiremeError
-from bireme.train.run_file.text import toml_value
-
-_IDLE = """
-memory, devices and micro-batches are planned: gradient_checkpointing gradient_checkpointing_kwargs
-    deepspeed fsdp fsdp_config fsdp_version device_map max_memory gpu_memory_limit local_rank
-    low_cpu_mem_usage use_reentrant_gc disable_gradient_checkpointing tensor_parallel_size dp_shard_size
-attention and kernels are chosen here: flash_attention flash_attn sdp_attention xformers_attention
-    flex_attention eager_attention attn_implementation use_unsloth unsloth_gc enable_liger_kernel
-    liger_rope liger_rms_norm liger_glu_activation liger_layer_norm liger_swiglu
-    liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel tf32 torch_compile
-    torch_compile_backend torch_compile_mode
-evaluation, checkpoints and curves do not change the model: eval_batch_size per_device_eval_batch_size
-    evals_per_epoch saves_per_epoch eval_strategy evaluation_strategy save_strategy do_eval eval_on_start
-    eval_table_size eval_max_new_tokens test_datasets save_safetensors save_only_model save_first_step
-    plot_loss compute_accuracy overwrite_output_dir logging_first_step logging_dir log_level disable_tqdm
-    run_name wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model wandb_mode
-    mlflow_experiment_name mlflow_tracking_uri hub_model_id hub_strategy push_to_hub hf_use_auth_token
-    hf_hub_token hub_token include_num_input_tokens_seen include_tokens_per_second profiler_steps
-    print_param_status include_effective_tokens_per_second
-Bireme prepares and keeps tokens itself: dataset_prepared_path dataset_processes dataset_num_proc
-    cache_dir dataset_keep_in_memory overwrite_cache preprocessing_num_workers preprocessing_batch_size
-    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers
-    remove_unused_columns pad_to_sequence_len eval_sample_packing multipack_real_batches tokenized_path
-    push_dataset_to_hub
-config.json of the model decides: model_type tokenizer_type tokenizer_use_fast tokenizer_legacy
-    use_fast_tokenizer is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
-    is_falcon_derived_model base_model_config base_model_ignore_patterns trust_remote_code
-    trust_remote_code_model strict debug
-`bireme resume` continues a run: auto_resume_from_checkpoints ddp_timeout
-    ddp_find_unused_parameters do_train do_predict
-"""
-"""Reasons, and the keys that have no effect for it."""
-
-_REFUSED = """
-frozen weights in 8 bits give other numbers: load_in_8bit
-only the last answer would count in the loss, and here every answer does: mask_history
-write the parameters that learn as model.train in a run file: unfrozen_parameters
-whole modules beside the adapter cannot learn: lora_modules_to_save additional_target
-an adapter cannot go on from another one; merge it into the model first: lora_model_dir
-    adapter_name_or_path
-documents of a sample would see each other; neat_packing keeps them apart: packing
-a checkpoint of another program cannot be resumed: resume_from_checkpoint
-a run ends after its steps: early_stopping_patience
-samples come in a random order: group_by_length curriculum_sampling
-all rows of the data are trained; cut the file instead: max_samples
-Bireme computes in bfloat16 or float32; set bf16: fp16
-Bireme trains the next token, not preferences or rewards: rl reward_model pref_loss
-embeddings get no noise: neftune_noise_alpha
-the loss is the model's own: label_smoothing_factor
-the tokenizer is used as its folder has it; save it there with these tokens: special_tokens tokens
-    new_special_tokens
-"""
-"""Reasons, and the keys that are refused for it: they would change the trained model."""
+from bireme.train.run_file.text import entries_in, toml_value
 
 _UNKNOWN = "it is unknown here and may change the model"
 
@@ -201,7 +148,7 @@ class Translation:
 
     def ended(self) -> "Translation":
         """The whole translation; a `BiremeError` if some key is refused."""
-        reasons, refusals = _by_key(_IDLE), _by_key(_REFUSED)
+        reasons, refusals = (_by_key(name) for name in ("foreign_idle.txt", "foreign_refused.txt"))
         for name, value in self.left.items():
             if name in reasons:
                 self.idle[name] = reasons[name]
@@ -256,9 +203,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _by_key(groups: str) -> dict[str, str]:
-    """The reason of each key."""
-    found = (entry.partition(":") for entry in re.split(r"\n(?=\S)", groups.strip()))
+def _by_key(name: str) -> dict[str, str]:
+    """The reason of each key, from a file."""
+    found = (entry.partition(":") for entry in entries_in(name))
     return {name: reason for reason, _, names in found for name in names.split()}
 
 
