@@ -43,7 +43,7 @@ from tests.support.shown_commands import (
     with_outputs,
 )
 from tests.support.tiny_profiles import LITTLE
-from tests.support.tiny_project import make_project, make_shop
+from tests.support.tiny_project import make_project, make_shop, teach_shop
 
 remember_captures()
 
@@ -82,6 +82,8 @@ def _make_first_run(folder: Path) -> None:
     """A reader's folder: a model, data, a run file and a run that has ended."""
     make_project(folder)
     make_shop(folder)
+    if TRY_ALL:  # which runs the commands that train it
+        teach_shop(folder)
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "run.toml").write_text(RUN)
     (folder / "book.txt").write_text((folder / "data" / "texts" / "code.txt").read_text())

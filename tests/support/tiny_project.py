@@ -1,8 +1,13 @@
-"""What a person brings to a first run: a chat model in a folder, conversations, texts, own code."""
+"""What a person brings to a first run: a chat model in a folder, conversations, texts, own code.
+
+`python -m tests.support.tiny_project FOLDER` makes all that the commands of the pages begin with.
+"""
 
 import importlib
 import json
+import random
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ import torch
 from tests.support.tiny_llama import llama_config, save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
 
-__all__ = ["make_project", "make_shop"]
+__all__ = ["make_project", "make_shop", "teach_shop"]
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
@@ -23,6 +28,8 @@ HEADINGS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<end>' if m.role == 'assistant' else '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TOWNS = ("Ghent", "Turin", "Lille")
+THINGS = ("letter", "basket", "bottle", "ticket", "wagon")
 OWN = Path(__file__).parents[2] / "examples" / "recipes" / "model.py"
 
 
@@ -45,15 +52,44 @@ def make_project(folder: Path, *, context: int = 2048) -> Path:
 
 
 def make_shop(folder: Path) -> None:
-    """What docs/lora.md begins with: a Llama of 0.7 million parameters in llama, and chats.jsonl."""
+    """What docs/lora.md begins with: a Llama of 0.2 million parameters in llama, and chats.jsonl."""
     base = folder / "llama"
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     save_llama(base, **sizes, num_key_value_heads=2, max_position_embeddings=256)
     _save_tokenizer(base, HEADINGS)
-    places = ("Ghent", "Turin", "Lille")
     numbers = (876, *(100 + 37 * number % 900 for number in range(239)))
-    chats = ((f"Where is parcel {n}?", f"Parcel {n} is in {places[n % 3]}.") for n in numbers)
-    _write_chats(folder / "chats.jsonl", chats)
+    _write_chats(folder / "chats.jsonl", (_talk("parcel", n, TOWNS[n % 3]) for n in numbers))
+
+
+def teach_shop(folder: Path) -> None:
+    """Train the Llama of `make_shop` on talk about other things, since people adapt models that can write."""
+    transformers: Any = importlib.import_module("transformers")
+    base, draw, num_steps = str(folder / "llama"), random.Random(0), 120
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps, pct_start=0.1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(num_steps):
+        told = [
+            _talk(draw.choice(THINGS), draw.randrange(100, 1000), draw.choice((*TOWNS, "Porto")))
+            for _ in range(16)
+        ]
+        texts = [f"user: {asked}\nassistant: {answer}<end>" for asked, answer in told]
+        ids = [(tokenizer(text).input_ids + [-100] * 64)[:64] for text in texts]
+        labels = torch.tensor(ids)
+        model(input_ids=labels.clamp(min=0), labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(num_threads)
+    model.save_pretrained(base)
+
+
+def _talk(thing: str, number: int, town: str) -> tuple[str, str]:
+    return f"Where is {thing} {number}?", f"{thing.capitalize()} {number} is in {town}."
 
 
 def _save_tokenizer(base: Path, template: str) -> None:
@@ -68,3 +104,9 @@ def _write_chats(path: Path, chats: Iterable[tuple[str, str]]) -> None:
         for asked, answer in chats:
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
+
+
+if __name__ == "__main__":
+    make_project(Path(sys.argv[1]))
+    make_shop(Path(sys.argv[1]))
+    teach_shop(Path(sys.argv[1]))
