@@ -13,9 +13,7 @@ def on_nav(nav: Any, **_: Any) -> None:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Label links that have the name of a file, which is what a repository shows, with the page's title."""
-    return re.sub(
-        r"\[([\w-]+\.md)\](?=\(\1)", lambda link: f"[{_titles.get(link[1], link[1])}]", markdown
-    )
+    return re.sub(r"\[([\w-]+\.md)\](?=\(\1)", lambda link: f"[{_titles.get(link[1], link[1])}]", markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
