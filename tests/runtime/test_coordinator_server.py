@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,8 +36,9 @@ def found_in_word(client: CoordinatorClient, find: Callable[[CoordinatorReply], 
 
 
 class OnFullDisk(Ledger):
-    def append(self, lines: Iterable[Began | Committed], *, is_lasting: bool = True) -> None:
-        del is_lasting
+    def append(
+        self, lines: Sequence[Began | Committed], *, is_lasting: bool = True, takes_up: bool = False
+    ) -> None:
         if list(lines):
             raise BiremeError("No space left on device.")
 

@@ -17,7 +17,7 @@ from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
-from bireme.sync.group import AbortedError, CollectiveError, DirectSums
+from bireme.sync.group import AbortedError, CollectiveError, DirectSums, MessageGroup
 from bireme.sync.rounds.round_group import PeerLine, Stamp, Tag, bytes_of
 from tests.support.patience import patience_s
 from tests.support.together import run_threads
@@ -210,10 +210,13 @@ def test_after_one_member_has_given_up_a_group_all_meet_anew(num: int) -> None:
         world = SimpleNamespace(store=store, rank=rank, size=num, timeout_s=patience_s(), watch=watch)
         world.backend, world.group_lines = "gloo", {}
         fabric, found = DistFabric(cast("World", world)), []
-        pair = [fabric.group(range(num)) for _ in range(2)]
+
+        def made() -> list[MessageGroup]:
+            return [one for one in (fabric.group(range(num)) for _ in range(2)) if one is not None]
+
+        pair = made()
         for turn in range(3):
             for group in pair:
-                assert isinstance(group, LineGroup)
                 total = torch.ones(3)
                 group.all_reduce(total).wait()
                 found.append(float(total.sum()))
@@ -223,7 +226,7 @@ def test_after_one_member_has_given_up_a_group_all_meet_anew(num: int) -> None:
                 group.close()
             if turn == 0:
                 ended.wait(patience_s())
-            pair = [fabric.group(range(num)) for _ in range(2)]
+            pair = made()
         for group in pair:
             group.abort()
             group.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bireme.runtime.coordinator_process import Ledger
+from bireme.runtime.replicas.launch import LedgerTail
 from bireme.sync.coordinator.ledger_check import check_ledger
 from bireme.sync.coordinator.messages import TERM, SamplePlaces
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed
@@ -110,6 +111,45 @@ def test_what_a_coordinator_writes_that_slept_while_another_one_took_up_does_not
     ]
     found = check_ledger(written(tmp_path, [*lines[:2], *again, lines[2]]))
     assert (found.is_whole, found.rounds) == (True, 2)
+
+
+def ahead(num_rounds: int, mode: str = "") -> list[Began | Committed]:
+    """Batches of two samples, of which the next one is assigned when one is committed."""
+    lines: list[Began | Committed] = [Began(1, 0, 100, 0, (), mode)]
+    for batch in range(num_rounds):
+        own, after = (SamplePlaces(2 * batch + first, 2 * batch + first + 2) for first in (0, 2))
+        lines.append(Committed(1, batch, 0, (0,), ((own,),), after.end, (after,)))
+    return lines
+
+
+@pytest.mark.parametrize("num_left", [1, 2, 5])
+@pytest.mark.parametrize(("mode", "batch"), [("", 5), ("groups", 0)])
+def test_lines_that_were_lost_with_a_machine_are_made_good_by_what_the_others_know(
+    tmp_path: Path, num_left: int, mode: str, batch: int
+) -> None:
+    """Every sample counted once, and the ledger that was left called those of its last line missing."""
+    path = written(tmp_path, ahead(5, mode)[: 1 + num_left])
+    start = Began(LATER, batch, 100, 12, (SamplePlaces(10, 12),), mode)
+    ledger = Ledger(path)
+    ledger.append([start], takes_up=True)
+    ledger.append([Committed(LATER, 5, 0, (1,), ((SamplePlaces(10, 12),),), 12, ())])
+    found = check_ledger(path)
+    assert (found.is_whole, found.samples) == (True, 12)
+    assert found.rounds == num_left + 1 + (num_left < 5)
+    if mode:
+        return
+    tail = LedgerTail(path)
+    tail._place = 0
+    assert tail.read() == {1}
+    assert tail.num_committed == 12
+
+
+def test_a_coordinator_that_begins_after_a_checkpoint_makes_lost_lines_good(tmp_path: Path) -> None:
+    path = written(tmp_path, ahead(3))
+    Ledger(path).append([Began(LATER, 6, 100, 12, ())])
+    assert check_ledger(path).is_whole
+    Ledger(path).append([Began(2 * LATER, 6, 100, 14, ())])
+    assert check_ledger(path).missing == (SamplePlaces(12, 14),), "no batch was lost"
 
 
 def test_a_last_line_that_was_cut_is_as_if_it_were_not_there(tmp_path: Path) -> None:

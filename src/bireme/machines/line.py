@@ -100,7 +100,9 @@ class DoctorListener(LineListener):
     they have found.
     """
 
-    def __init__(self, address: Address, token: str, own: MachineFacts, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: Address, token: str | KeyOf, own: MachineFacts, tell: Callable[[str], None]
+    ) -> None:
         self._own, self._tell = own, tell
         super().__init__(address, "Name another one, or 0 for any.", token, "bireme doctor")
 

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
@@ -23,6 +23,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s
+from bireme.sync.coordinator.ledger_check import lost_rounds
 from bireme.sync.coordinator.messages import (
     TERM,
     CoordinatorReply,
@@ -54,8 +55,15 @@ class Ledger:
         self._has_written = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def append(self, lines: Iterable[Began | Committed], *, is_lasting: bool = True) -> None:
-        """Return once the lines are written; on the disk, with all before them, if they are `is_lasting`."""
+    def append(
+        self, lines: Sequence[Began | Committed], *, is_lasting: bool = True, takes_up: bool = False
+    ) -> None:
+        """Return once the lines are written; on the disk, with all before them, if they are `is_lasting`. A
+        coordinator that begins, or `takes_up`, first makes lines good that were lost with another machine.
+        """
+        begun = [one for one in lines if isinstance(one, Began)]
+        lost = [lost_rounds(self._path, one, takes_up=takes_up) for one in begun[:1]]
+        lines = [*(one for one in lost if one is not None), *lines]
         text = "".join(json.dumps(ledger_document(line), separators=(",", ":")) + "\n" for line in lines)
         if not text:
             return
@@ -223,7 +231,8 @@ class CoordinatorServer(TextServer):
     def _step(self, event: Event) -> None:
         done = host_step(self._host, event, self._now_s())
         if self._ledger is not None:
-            self._ledger.append(done.lines, is_lasting=done.is_lasting)
+            takes_up = self._host.state is None
+            self._ledger.append(done.lines, is_lasting=done.is_lasting, takes_up=takes_up)
         self._host = done.host
         if done.resigns:
             self._hang_up()

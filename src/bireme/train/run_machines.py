@@ -52,6 +52,8 @@ _COPY_S = 6 * 3600.0
 _MOST_MISSED = 3
 """Questions in a row that a machine does not answer before it counts as gone."""
 _TIMEOUT_S = 60.0
+_LINES_S = 5.0
+"""How long another machine may take for its next lines."""
 _LOOK_S = 1.0
 _GROWING = (LEDGER, "metrics.jsonl")
 """Files to which one machine adds lines while the run trains."""
@@ -116,7 +118,7 @@ def _add_lines(path: Path, name: str, address: KeeperAddress) -> bool:
     """
     own = path.stat().st_size if path.exists() else 0
     first = max(own - _OVERLAP_BYTES, 0)
-    came = b"".join(ranges(address, name, first, own + _MOST_NEW_BYTES, _TIMEOUT_S))
+    came = b"".join(ranges(address, name, first, own + _MOST_NEW_BYTES, _LINES_S))
     lines = came[own - first : came.rfind(b"\n") + 1]
     if not lines:
         return False
@@ -209,7 +211,8 @@ def _take_manifest(run: Path, name: str, served: FileDigest | None, first: Keepe
 
 class Mirror:
     """Keeps copies of the checkpoint files of the `checkpoint.copies` machines before this one, the manifests
-    of all checkpoints, the log and the ledger, until it is stopped. A thread reads them in the background.
+    of all checkpoints, the log and the ledger, until it is stopped. Threads read in the background, so that
+    large files do not keep lines waiting.
     """
 
     def __init__(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
@@ -221,8 +224,12 @@ class Mirror:
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
         self._over, self._is_stopped = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="bireme mirror", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(turn,), name="bireme mirror", daemon=True)
+            for turn in (self._turn, lambda: take_lines(folder, note))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def finish(self) -> None:
         """Return once this machine has all that it keeps copies of, or cannot have it now. Training is over,
@@ -231,7 +238,9 @@ class Mirror:
         if not self._has_rate:
             self._limit = None
         self._over.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
+        take_lines(self._folder, self._note)
         with suppress(OSError, BiremeError):
             self._turn()
 
@@ -240,11 +249,11 @@ class Mirror:
         self._is_stopped = True
         self._over.set()
 
-    def _run(self) -> None:
+    def _run(self, turn: Callable[[], None]) -> None:
         while not self._over.wait(_LOOK_S):
             # Machines that are gone and full disks: the next turn tries again.
             with suppress(OSError, BiremeError):
-                self._turn()
+                turn()
 
     def _turn(self) -> None:
         there = {
@@ -252,7 +261,6 @@ class Mirror:
             for machine, address in enumerate(self._note.addresses)
             if machine != self._note.own
         }
-        take_lines(self._folder, self._note)
         self._fetch_manifests(there)
         has_later = False
         for path in reversed(find_checkpoints(self._folder / self._checkpoints)):

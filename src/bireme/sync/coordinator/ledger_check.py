@@ -2,7 +2,8 @@
 
 Each line says which places of the run's order it commits, and which below `fresh` are not committed yet. So
 after each line all places below `fresh` are committed once, or open. An epoch of the data is finished once
-all its places have been assigned and none of them is open.
+all its places have been assigned and none of them is open. Lines that were lost with a machine are made good
+by one line of the next coordinator, with the members of the last line before.
 
 What a start says is not taken on trust. It may undo what lines before it commit, as after a resume from a
 checkpoint. That a place is committed it can say only of what was trained before the first line, or without a
@@ -17,7 +18,7 @@ from typing import Any
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 from bireme.sync.coordinator.messages import SamplePlaces
-from bireme.sync.coordinator.samples import in_force, united
+from bireme.sync.coordinator.samples import Began, Committed, in_force, united
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,23 @@ def check_ledger(path: Path) -> CheckedLedger:
     found.missing = _without((SamplePlaces(0, found.fresh),) if found.fresh else (), known)
     found.doubled = _union(found.doubled, _common(found.committed, found.open))
     return found
+
+
+def lost_rounds(path: Path, start: Began, *, takes_up: bool) -> Committed | None:
+    """One line for all places that count when a coordinator begins so, if lines about some of them were lost
+    with the machine of an earlier one, as the copy of the ledger at a path lacks its last lines.
+
+    It counts what a majority knows, if this one `takes_up`, and else what the checkpoint has that it begins
+    after. If no batch is lacking, nothing is lost, and a start that tells of more places is wrong.
+    """
+    found = check_ledger(path)
+    told = _without((SamplePlaces(0, start.fresh),) if start.fresh else (), start.open)
+    is_told = takes_up if start.mode else start.batch > (found.next_batch or 0)
+    if found.next_batch is None or not is_told or not _without(told, _committed_at(found, start.batch, told)):
+        return None
+    members = found.members[-1].members if found.members else ()
+    samples = (_without(told, found.committed),)
+    return Committed(start.epoch, start.batch - 1, 0, members, samples, start.fresh, start.open)
 
 
 def _take(found: CheckedLedger, record: dict[str, Any]) -> None:
