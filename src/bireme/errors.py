@@ -7,7 +7,7 @@ the person who has to act on it: what went wrong, the values, why it matters, wh
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,6 +21,13 @@ class SampleError(BiremeError):
     def __init__(self, text: str, samples: tuple[str, ...]) -> None:
         super().__init__(text)
         self.samples = samples
+
+
+Tell = Callable[[str], None]
+"""Gets a sentence for people."""
+
+Progress = Callable[[float, str], None]
+"""Gets the share of some work that is done, from 0 to 1, and what is being done."""
 
 
 def tell(sentence: str) -> None:

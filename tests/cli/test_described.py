@@ -1,7 +1,7 @@
 """Verbs whose options are described in their docstrings."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -40,10 +40,10 @@ def draw(
 def test_a_docstring_describes_the_words_the_values_and_the_panels_of_options() -> None:
     app = typer.Typer()
     app.command()(described(draw))
-    command = get_command(app)
+    command: Any = get_command(app)
     assert command.help == "Draw a thing.\n\nIt is drawn once."
     found = {one.name: one for one in command.params}
-    assert found["name"].metavar == "NAME" and found["name"].required
+    assert (found["name"].metavar, found["name"].required) == ("NAME", True)
     assert (found["source"].opts, found["source"].metavar) == (["--source", "-s"], "FILE.txt")
     assert found["source"].help == "Where the words are, one on each line."
     assert (found["quick"].opts, found["quick"].secondary_opts) == (["--quick"], [])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bireme.cluster.device import EngineCost
 from bireme.devices import is_accelerator, process_bytes
+from bireme.errors import Progress
 from bireme.model.graph import Graph, ModelState, learned_values
 from bireme.model.stage import Resolve, StageFunction, torch_operator
 from bireme.model.units import Unit, units_of
@@ -106,9 +107,6 @@ def _outside(graph: Graph, unit: Unit) -> list[str]:
     """All names that a unit and another one may both know, in an order that equal units agree on."""
     return [*unit.receives, *unit.sends, *unit.inputs, *_made(graph, unit)]
 
-
-Progress = Callable[[float, str], None]
-"""Is told which part of the work is done, and what comes next."""
 
 _MEMORY_FRACTION = 0.25
 """Of the device's memory that units measured in turns may take together."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bireme.cluster.device import Device, EngineCost
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.model.halves import backward_input
@@ -34,7 +34,6 @@ from bireme.profile.measuring import (
     Measurer,
     MeasuringJob,
     ProfiledUnits,
-    Progress,
     bench_of,
     pieces_of,
     state_bytes,

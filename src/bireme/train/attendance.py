@@ -24,7 +24,7 @@ import torch
 
 from bireme.cluster.machine import available_bytes, num_cores
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
@@ -138,7 +138,7 @@ class Attendance(Interruptible):
         coordinator: str,
         facts: MachineFacts,
         name: str,
-        tell: Callable[[str], None],
+        tell: Tell,
         out: Out,
         hours: DailyHours | None = None,
     ) -> None:

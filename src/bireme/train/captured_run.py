@@ -20,7 +20,7 @@ from bireme.cluster.catalogue import device_named
 from bireme.cluster.device import NO_ENGINE, EngineCost
 from bireme.cluster.machine import num_cores
 from bireme.codec.sum_description import DENSE, parse_sum_codec
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
 from bireme.plan.penalties import SUMS_TO_TRY
@@ -36,7 +36,7 @@ from bireme.profile.control import (
     versions_here,
 )
 from bireme.profile.estimate import Seconds
-from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, Progress, measure_units
+from bireme.profile.measuring import BatchEndTimes, Measured, MeasuringJob, measure_units
 from bireme.profile.profile import Profile, load_profile
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF, waited_s

@@ -4,7 +4,6 @@ The planner chooses what the run file leaves to it among the ways that are made 
 choice: a run that is resumed has it as its own.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from bireme.codec.sum_description import (
     parse_sum_codec,
     sum_cost,
 )
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.model.graph import Graph
 from bireme.model.units import chosen_maps
 from bireme.plan.penalties import SUMS_TO_TRY
@@ -283,7 +282,7 @@ def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Callable[[str], None]) -> None:
+def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Tell) -> None:
     """Say that a run goes on with other codecs than it had, which is allowed."""
     before, now = link_codecs(folder.load_run(), load_plan(folder.plan).plan), link_codecs(run, plan)
     if now != before:

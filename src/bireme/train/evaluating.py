@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.model.units import units_of
@@ -266,8 +266,6 @@ class RunEvaluations:
             for name, one in self._sets.items()
         }
 
-
-Progress = Callable[[float, str], None]
 
 _WHOLE = ""
 """What data are called that are no mixture."""

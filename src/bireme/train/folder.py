@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.documents import read_json_object
-from bireme.errors import BiremeError, system_errors
+from bireme.errors import BiremeError, Tell, system_errors
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint.manifest import RECORD, read_manifest, sealed, unsealed
@@ -203,7 +203,7 @@ class RunFolder:
             return content
         return None
 
-    def restore(self, tell: Callable[[str], None]) -> None:
+    def restore(self, tell: Tell) -> None:
         """Put back the files that a resume reads as the run recorded them. Only one process may do so.
 
         `tell` gets a sentence for each file that differs: damaged files, and files that were changed by hand.
@@ -275,9 +275,7 @@ class RunFolder:
                     return path / RECORD
         return None
 
-    def _put_back(
-        self, name: str, found: bytes | None, kept: bytes | None, source: Path, tell: Callable[[str], None]
-    ) -> None:
+    def _put_back(self, name: str, found: bytes | None, kept: bytes | None, source: Path, tell: Tell) -> None:
         path, where = self.path / name, source.relative_to(self.path)
         if found is not None:
             path.replace(path.with_name(f"{name}.found"))

@@ -6,7 +6,7 @@ other model runs as captured units without a cache, so each token takes a forwar
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bireme.bounds import counted
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress, Tell
 from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
@@ -47,9 +47,6 @@ from bireme.train.subject import (
     reading_speed,
     room_on,
 )
-
-Tell = Callable[[str], None]
-Progress = Callable[[float, str], None]
 
 _LABELS = "labels"
 

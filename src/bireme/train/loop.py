@@ -29,7 +29,7 @@ from bireme.train.outcome import REPLAN, LinkBytes, LoadsOfRanks, Outcome, RankO
 from bireme.train.plan_search import RECORDED, has_room, recorded_first
 from bireme.train.rank_part import RankPart, RunReading
 from bireme.train.replica import AveragingReplica, LeaderLog, LeaderWriter
-from bireme.train.run_checkpoints import RunCheckpoints, Tally, Tell
+from bireme.train.run_checkpoints import RunCheckpoints, Tally, TellEvent
 from bireme.train.run_log import RunLog
 from bireme.train.shares import ReplicaNotes
 
@@ -61,7 +61,7 @@ class Loop:
     ) -> None:
         run, member = part.run, part.member
         self.run, self.pipeline, self._part = run, pipeline, part
-        self.tell: Tell = _silent if log is None else log.tell
+        self.tell: TellEvent = _silent if log is None else log.tell
         self._copies, self._control = part.copies(), part.control()
         self._loads = LoadsOfRanks(part.world.store, part.world.rank, part.world.size)
         self.timeline: Timeline | None = None

@@ -4,7 +4,7 @@
 from files it is made without torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from bireme.bounds import ANY, bytes_text, parse_stage_widths
 from bireme.cluster.cluster import Cluster, Overlap
 from bireme.cluster.cluster_file import cluster_hash, load_cluster
 from bireme.codec.sum_description import SumCost
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.model.fused_loss import fused
 from bireme.model.graph import Graph
 from bireme.plan.forecast import Answer, Candidate, Origin, headroom_bytes
@@ -176,9 +176,6 @@ def is_recorded(run: RunFile, saved: SavedPlan) -> bool:
     begin = 0 if rule is Rule.SYNCHRONOUS else first_delayed_step(run, saved)
     first = recorded_first(run, rule, step=begin, delayed_from=begin)
     return begin < run.training.steps and has_room(run, first)
-
-
-Progress = Callable[[float, str], None]
 
 
 def plan_request_of(run: RunFile, sums: SumCost, graph: Graph | None) -> PlanRequest:

@@ -19,7 +19,7 @@ from bireme.capabilities import refuse_excluded, used_by
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash, read_cluster, save_cluster
 from bireme.cluster.machine import available_bytes, num_cores
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress, Tell
 from bireme.model.capture import in_evaluation
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
@@ -62,7 +62,6 @@ from bireme.train.model import InitialWeights, RunModel, remove_initial
 from bireme.train.plan_search import (
     PlannedRun,
     ProfiledRun,
-    Progress,
     check_devices,
     chooses_batch,
     fused_loss_note,
@@ -302,7 +301,7 @@ def prepared_again(
     folder: RunFolder,
     progress: Progress,
     checkpoint: Checkpoint | None,
-    tell: Callable[[str], None],
+    tell: Tell,
     *,
     is_alone: bool = True,
 ) -> PreparedRun:

@@ -17,7 +17,7 @@ from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, UNTESTED
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.files import write_text_atomically
 from bireme.machines.measured_lines import lines_in_variable
 from bireme.machines.phases import PhaseForecast
@@ -192,7 +192,7 @@ def set_up_run(
     asked: RunFile,
     nodes: Nodes,
     ask_servers: Callable[[str, list[int]], list[str]],
-    tell: Callable[[str], None],
+    tell: Tell,
     machines: MachinesNote | None = None,
     wait: Callable[[PhaseForecast], None] | None = None,
 ) -> RunSetup | None:
@@ -275,7 +275,7 @@ def _newest(
     begun: RunFolder | None,
     environment: Environment,
     keepers: Sequence[KeeperAddress],
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> tuple[Checkpoint | None, int] | None:
     """The newest state of a run, if there is any, and the number of its next start; None if it has done all
     its steps.
@@ -354,9 +354,7 @@ def _device(run: RunFile, nodes: Nodes) -> str:
     return "cpu"
 
 
-def _cluster(
-    run: RunFile, nodes: Nodes, device: str, texts: Sequence[str], tell: Callable[[str], None]
-) -> Cluster | None:
+def _cluster(run: RunFile, nodes: Nodes, device: str, texts: Sequence[str], tell: Tell) -> Cluster | None:
     """The devices that were asked for or gathered; None where it is the cores of one machine."""
     num_ranks = sum(map(len, nodes.values()))
     if run.cluster.source is not None:
@@ -506,7 +504,7 @@ def _written(
     cluster: Cluster | None,
     begun: RunFolder | None,
     checkpoint: Checkpoint | None,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> tuple[PreparedRun, RunFolder]:
     """The run with its folder, which has all that the other processes read."""
     if checkpoint is not None and begun is not None:

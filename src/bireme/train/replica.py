@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import read_json_lines
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import CoordinatorClient
 from bireme.runtime.exchange.agent import ExchangeAgent
@@ -288,9 +287,7 @@ class LeaderWriter:
     time.
     """
 
-    def __init__(
-        self, folder: Path, make: Callable[[int], CheckpointWriter], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, make: Callable[[int], CheckpointWriter], warn: Tell) -> None:
         self.folder, self._make, self._warn = folder, make, warn
         self._num_tried = 0
         self._writer: CheckpointWriter | None = None
@@ -325,9 +322,7 @@ class LeaderWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._writer is not None:
             with suppress(BiremeError):
                 self._writer.__exit__(kind, error, trace)

@@ -5,7 +5,6 @@ folder of a run and its checkpoints keep the identity of the data, and of frozen
 """
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from bireme.bounds import Bytes
 from bireme.codec.sum_description import parse_sum_codec
 from bireme.documents import as_dataclass, read_dataclass, read_json_lines
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
@@ -352,7 +351,7 @@ def check_finds_checkpoints(run: RunFile, folder: RunFolder) -> None:
         )
 
 
-def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Callable[[str], None]) -> None:
+def check_rate(run: RunFile, folder: RunFolder, step: int, tell: Tell) -> None:
     """Refuse to change the learning rate of a run that has done its steps, where only more are asked for.
 
     `tell` gets a sentence where a run on its way goes on with another rate than it would have had.
@@ -389,7 +388,7 @@ def check_same_run(
     graph: Graph,
     data: RunData,
     identity: DataIdentity,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> None:
     """Refuse a checkpoint of another model, of other frozen weights or data, or of data in another order.
 

@@ -15,7 +15,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from bireme.bounds import bytes_text, seconds_text
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.files import free_bytes
 from bireme.runtime.copies.copier import CLIP_SCALE, TENSORS, Copier, CopyOrders, CopySource
 from bireme.runtime.copies.keeper import (
@@ -204,7 +204,7 @@ def newest_state(
     folder: Path,
     keepers: Sequence[KeeperAddress],
     run: RunFile,
-    on_bad: Callable[[str], None] | None = None,
+    on_bad: Tell | None = None,
     *,
     but: Collection[Path] = (),
 ) -> tuple[Checkpoint | None, int]:
@@ -236,7 +236,7 @@ def newest_state(
 _SMOOTHED = 20
 """Batches whose mean is the training loss that a run ends with."""
 
-Tell = Callable[..., None]
+TellEvent = Callable[..., None]
 """Is told what happens: its kind, the step, and values by name. Does nothing but on rank 0."""
 
 
@@ -246,7 +246,7 @@ class Tally:
     """
 
     def __init__(
-        self, run: RunFile, tokens: int, tell: Tell, warn: Callable[[str, int | None], None], step: int
+        self, run: RunFile, tokens: int, tell: TellEvent, warn: Callable[[str, int | None], None], step: int
     ) -> None:
         self._run, self._tokens, self._tell, self._warn = run, tokens, tell, warn
         self.num_skipped = self._skipped_in_a_row = self._told_skipped = 0
@@ -435,7 +435,7 @@ class RunCheckpoints:
             self.save(pipeline, step)
             writer.wait()
 
-    def insist(self, pipeline: Pipeline, step: int, warn: Callable[[str], None]) -> None:
+    def insist(self, pipeline: Pipeline, step: int, warn: Tell) -> None:
         """Have the checkpoint after the last step written: without it all since the one before is lost.
 
         If it failed, all ranks wait until there is room, at most `checkpoint.wait_for_room_s`, or until

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bireme.cluster.cluster import Cluster
 from bireme.documents import read_json
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress, Tell
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
@@ -50,8 +50,6 @@ from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer
 from bireme.train.model import RunModel
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.defaults import default_length, folder_of, model_config
-
-Progress = Callable[[float, str], None]
 
 
 def learns(run: RunFile, data: RunData, graph: Graph) -> dict[str, Any]:
@@ -269,7 +267,7 @@ def load_census(path: Path) -> Census:
     return read_json(path, _Document).servers if path.is_file() else {}
 
 
-def check_same_census(before: Census, now: Census, where: str, tell: Callable[[str], None]) -> None:
+def check_same_census(before: Census, now: Census, where: str, tell: Tell) -> None:
     """Refuse other private data than those before; `tell` gets a sentence where that cannot be known."""
     for server in sorted({*before, *now}):
         old, new = before.get(server), now.get(server)

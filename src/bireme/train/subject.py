@@ -14,7 +14,7 @@ from torch import Tensor
 from bireme.bounds import counted
 from bireme.cluster.machine import available_bytes
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.model.decoder import Decoder, DecoderLayers
 from bireme.model.graph import Graph, Reference, Value, evaluate
 from bireme.model.sources import load_source
@@ -269,8 +269,6 @@ def _logits_of(graph: Graph, name: str) -> str:
 
 _BATCH_SIZE = 8
 
-_Tell = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -318,7 +316,7 @@ class Subject:
             model.check_weights(graph)
 
 
-def subject_of(text: str, sets: Sequence[str], tell: _Tell) -> Subject:
+def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
     """The run or the model that `text` names; `sets` change keys of its run file.
 
     `tell` is told of checkpoints that are damaged.
@@ -349,7 +347,7 @@ def subject_of(text: str, sets: Sequence[str], tell: _Tell) -> Subject:
     )
 
 
-def _of_run(folder: RunFolder, sets: Sequence[str], tell: _Tell) -> Subject:
+def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
     before = load_run_file(folder.run_file)
     run = load_run_file(folder.run_file, sets)
     changed = (run.model, run.data.length) != (before.model, before.data.length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bireme.balance import Shares, grown_shares, shares_by_times
 from bireme.cluster.cluster_file import read_cluster
 from bireme.documents import get_ready
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Tell
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph
 from bireme.model.weights import Weights
@@ -270,7 +270,7 @@ def _writer(
     part: RankPart,
     checkpoint: Checkpoint | None,
     note: Callable[[CheckpointEvent], None],
-    warn: Callable[[str], None],
+    warn: Tell,
 ) -> CheckpointWriter | LeaderWriter:
     """What writes the checkpoints of a run, which goes on from one if there is one."""
     world, run = part.world, part.run

@@ -27,7 +27,7 @@ from bireme.cluster.inference import Inferred, infer
 from bireme.cluster.machine import host_name, memory_bytes, num_cores
 from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
 from bireme.devices import is_accelerator, synchronize
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.memory.disk_tier import HostTier, make_direct
 from bireme.memory.system_memory import chunk_memory
 from bireme.profile.control import device_here
@@ -333,7 +333,6 @@ _MESSAGES_OF_FLOW = 5
 """At least, in the time that a flow is measured for."""
 _MOST_RANKS = 256
 
-Progress = Callable[[float, str], None]
 ProgressBar = Callable[[str], AbstractContextManager[Progress]]
 """Opens a bar that shows a first text; the block calls it with the part that is done and the next text."""
 

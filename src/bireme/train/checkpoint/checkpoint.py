@@ -11,7 +11,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from bireme.errors import BiremeError, system_errors
+from bireme.errors import BiremeError, Tell, system_errors
 from bireme.files import FileDigest, path_within, write_text_atomically
 from bireme.runtime.copies.copier import CopySource
 from bireme.runtime.copies.folder_server import (
@@ -234,7 +234,7 @@ class Hold:
     rank that finds it there looks into the same one. `on_doubt` is told where the file system has no locks.
     """
 
-    def __init__(self, folder: Path, on_doubt: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, on_doubt: Tell) -> None:
         self.token = secrets.token_hex(8)
         with system_errors(f"Checkpoints cannot be written to {folder}", "Name a writable folder."):
             folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ class Hold:
         """Let other runs write there."""
         self._file.close()
 
-    def _lock(self, folder: Path, on_doubt: Callable[[str], None]) -> None:
+    def _lock(self, folder: Path, on_doubt: Tell) -> None:
         deadline_s = time.monotonic() + GRACE_S
         try:
             while not _try_to_lock(self._file):
@@ -391,7 +391,7 @@ class Checkpoint:
             return []
         return [one for one in self.manifest.files if not (self.folder / one.name).exists()]
 
-    def with_holders(self, tell: Callable[[str], None] | None) -> "Checkpoint":
+    def with_holders(self, tell: Tell | None) -> "Checkpoint":
         """This checkpoint of machines that share no folder, with those that have the files that are not here
         or damaged here, of which `tell` is told. Raises a `BiremeError` if a file is nowhere.
         """
@@ -446,9 +446,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def newest_good(
-    folder: Path, on_bad: Callable[[str], None] | None = None, *, but: Collection[Path] = ()
-) -> Checkpoint | None:
+def newest_good(folder: Path, on_bad: Tell | None = None, *, but: Collection[Path] = ()) -> Checkpoint | None:
     """The newest checkpoint in `folder` of which every byte is as it was written; None if there is none.
 
     All files of each one tried are read. A damaged one is passed over, and `on_bad` told of each of its bad

@@ -24,6 +24,8 @@ from bireme.train.data.placing import StreamOrder
 from bireme.train.data.samples import (
     IGNORED,
     Batch,
+    Names,
+    Seeds,
     Split,
     Tokens,
     check_ids,
@@ -199,9 +201,7 @@ class DocumentSamples:
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked. They draw nothing."""
         rows = [
             [self._signed(begin, end) for begin, end in self.pieces.of_sample(int(number))]
@@ -437,9 +437,7 @@ class StreamSamples:
     def __len__(self) -> int:
         return _NUM_SAMPLES
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked. They draw nothing."""
         batch = self._cut.stacked([self._sample(int(number)) for number in numbers])
         check_ids(batch["input_ids"].numpy(), numbers, self._cut.vocabulary, self.origin)

@@ -8,7 +8,7 @@ import contextlib
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,12 +18,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from bireme.documents import read_json
-from bireme.errors import BiremeError, system_errors
+from bireme.errors import BiremeError, Progress, system_errors
 from bireme.files import write_bytes_atomically, write_chunks_atomically, write_text_atomically
 from bireme.profile.control import cache_folder
 from bireme.train.data.hub import ALPACA, Content, IdRow, Row, SavedRows
 from bireme.train.data.samples import Tokens
-from bireme.train.data.text_files import Passage, TextFiles
+from bireme.train.data.text_files import Named, Passage, TextFiles
 from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
 
 # Rows with answers to token ids: conversations by a tokenizer's chat template or with plain headings, prompts
@@ -223,7 +223,7 @@ class AnswerRows:
         form = f"answers {_FORMAT}" if self.chat is None else self.chat.identity
         return f"{form} {'all' if self._source.counts_all else ''}".rstrip()
 
-    def encoded(self, skip: Callable[[str], None]) -> Iterator[IdRow]:
+    def encoded(self, skip: Named) -> Iterator[IdRow]:
         """The ids of all rows, of which those of answers count; `skip` is told of rows without any."""
         for number, row in self._source.rows():
             found = self._encoded(row, self._source.name_of(number))
@@ -316,9 +316,6 @@ _MOST_CHARACTERS = 1 << 20
 _MOST_UINT16 = 1 << 16
 _ID_LIMIT = 1 << 31
 
-Name = Callable[[str], None]
-"""Takes the name of a file or a row, such as that of a file that was left out."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
@@ -332,8 +329,8 @@ class _Encoded:
 def encoded(
     source: TextFiles | SavedRows,
     tokenizer: Tokenizer | None,
-    skip: Name,
-    replaced: Name = lambda _name: None,
+    skip: Named,
+    replaced: Named = lambda _name: None,
 ) -> Iterator[_Encoded]:
     """The ids of all documents, each with the end of text after it. Calls `skip` with each file or row
     without text, and `replaced` with each file of which bytes that are not UTF-8 were replaced.
@@ -423,8 +420,6 @@ def _ended(ids: Ids, end: int | None) -> Ids:
 # corpus may be larger than memory, and is there for readers only once it is complete. Processes that want the
 # same corpus wait for the first.
 
-Progress = Callable[[float, str], None]
-"""Is told what part is done, from 0 to 1, and what is being done."""
 
 _CORPUS_FORMAT = 2
 
@@ -458,7 +453,7 @@ def tokenized(
     if kept is not None:
         return kept
     what = f"The tokens of {source.origin} cannot be cached in {folder}"
-    with system_errors(what, "Name a writable folder in BIREME_CACHE."):
+    with system_errors(what, "Named a writable folder in BIREME_CACHE."):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     with lock:

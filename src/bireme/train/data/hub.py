@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError, closest, system_errors
 from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
-from bireme.train.data.text_files import PIECE_BYTES, Passage
+from bireme.train.data.text_files import PIECE_BYTES, Named, Passage
 
 # Rows of a dataset: text, token ids that were made before, or conversations and prompts with answers.
 #
@@ -107,7 +107,7 @@ class SavedRows:
         """Whether ids count in the loss only if the labels beside them are not -100."""
         return self.content is Content.IDS and _LABELS in self.columns[1:]
 
-    def passages(self, skip: Callable[[str], None]) -> Iterator[Passage]:
+    def passages(self, skip: Named) -> Iterator[Passage]:
         """The text of all rows; `skip` is told of rows without any."""
         for number, row in self.rows():
             text = row[self.column]

@@ -14,7 +14,7 @@ from bireme.errors import BiremeError, tell
 from bireme.runtime.microbatches import apportioned
 from bireme.train.data.documents import StreamSamples
 from bireme.train.data.placing import Numbers, Order, Placing, SampleOrder, Stock, hashed
-from bireme.train.data.samples import Batch, Samples, chosen, gathered
+from bireme.train.data.samples import Batch, Names, Samples, Seeds, chosen, gathered
 
 NUM_SLOTS = 1 << 14
 """Places of a run after which every source has had exactly its share; shares are rounded to 1/NUM_SLOTS."""
@@ -53,9 +53,7 @@ class MixedSamples:
     def __len__(self) -> int:
         return sum(len(one.samples) for one in self.sources)
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked."""
         asked = np.asarray(numbers, np.int64)
         parts: list[tuple[Numbers, Batch]] = []
@@ -202,9 +200,7 @@ class ReadableSamples:
         """The number of public samples."""
         return len(self._public)
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked."""
         asked = np.asarray(numbers, np.int64)
         if (asked == ELSEWHERE).any():
@@ -222,8 +218,8 @@ class ReadableSamples:
         self,
         samples: Samples,
         numbers: Sequence[int],
-        names: Sequence[str] | None,
-        seeds: Sequence[int] | None,
+        names: Names,
+        seeds: Seeds,
     ) -> Batch:
         try:
             return samples.take(numbers, names, seeds)

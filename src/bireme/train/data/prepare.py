@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
 from bireme.train.data.documents import Cut, DocumentSamples, EvenPieces, HeldRows, StreamSamples, held_apart
-from bireme.train.data.encoding import AnswerRows, Progress, tokenized
+from bireme.train.data.encoding import AnswerRows, tokenized
 from bireme.train.data.hub import Content, SavedRows
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.placing import SampleOrder

@@ -136,6 +136,13 @@ def _raw(path: Path, dtype: str) -> _IntArray:
 Batch = dict[str, Tensor]
 
 
+Names = Sequence[str] | None
+"""The tensors of samples that are wanted; None stands for all."""
+
+Seeds = Sequence[int] | None
+"""What the random draws of each sample begin with, if that is asked for."""
+
+
 class Samples(Protocol):
     """Numbered samples. All have tensors of the same names, types and shapes."""
 
@@ -150,9 +157,7 @@ class Samples(Protocol):
     def __len__(self) -> int:
         """How many samples there are."""
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked: the first axis of each tensor is the samples.
 
         With `names` there are these tensors alone. With `seeds` the random draws of each sample begin with
@@ -201,9 +206,7 @@ class SampleRange:
     def __len__(self) -> int:
         return self.end - self.begin
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked."""
         return self.samples.take([self.begin + int(number) for number in numbers], names, seeds)
 
@@ -227,7 +230,7 @@ def chosen(values: Sequence[int] | None, places: NDArray[np.int64]) -> list[int]
     return None if values is None else [values[place] for place in places.tolist()]
 
 
-def only(batch: Batch, names: Sequence[str] | None) -> Batch:
+def only(batch: Batch, names: Names) -> Batch:
     """The tensors of these names of a batch; all where there are no names."""
     if names is None:
         return batch
@@ -238,7 +241,7 @@ def only(batch: Batch, names: Sequence[str] | None) -> Batch:
 
 
 def take_rows(
-    samples: Samples, numbers: Sequence[int], wanted: Sequence[Rows], seeds: Sequence[int] | None = None
+    samples: Samples, numbers: Sequence[int], wanted: Sequence[Rows], seeds: Seeds = None
 ) -> Mapping[Rows | None, Batch]:
     """What is wanted of a batch of the samples of these numbers. No sample is made twice."""
     if samples.is_columnar:

@@ -18,7 +18,7 @@ from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.model.own_model import seed_generators
 from bireme.train.data.hub import SavedRows, is_hub, is_saved_folder, library_rows, rows_of_json_lines
-from bireme.train.data.samples import Batch, Tokens, load_tokens, only
+from bireme.train.data.samples import Batch, Names, Seeds, Tokens, load_tokens, only
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.user_code import names_function, reason_of, user_function
 
@@ -74,9 +74,7 @@ class OwnSamples:
         """Tensors that are there can be had one by one; a sample that is made is made whole."""
         return isinstance(self._dataset, _Rows)
 
-    def take(
-        self, numbers: Sequence[int], names: Sequence[str] | None = None, seeds: Sequence[int] | None = None
-    ) -> Batch:
+    def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked."""
         if isinstance(self._dataset, _Rows):
             rows = [int(number) for number in numbers]

@@ -27,6 +27,10 @@ _NO_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 """Folders of the standard library that hold what others wrote, or tests, which are mostly data."""
 
 
+Named = Callable[[str], None]
+"""Gets the name of a file or a row, such as that of a file that was left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Passage:
     """Text of one document, the end of it if `ends_document`.
@@ -74,9 +78,7 @@ class TextFiles:
             words.update(f"{file.path}\0{file.num_bytes}\0{file.modified_ns}\n".encode(errors="replace"))
         return f"files {words.hexdigest()}"
 
-    def passages(
-        self, skip: Callable[[str], None], replaced: Callable[[str], None] = lambda _path: None
-    ) -> Iterator[Passage]:
+    def passages(self, skip: Named, replaced: Named = lambda _path: None) -> Iterator[Passage]:
         """All text. Calls `skip` with each file that is no text, and `replaced` with each file of which bytes
         after the first `PIECE_BYTES` are not UTF-8 and were replaced.
         """
