@@ -499,7 +499,7 @@ def test_a_run_that_ended_has_the_figures_of_its_summary(run: Path) -> None:
     assert state(found, WRITTEN_S + 1e9).word == "finished"
     stages = stage_figures(found)
     assert [stage.devices for stage in stages] == [(name,) for name in DEVICES]
-    assert sum(part.num_bytes for part in stages[0].parts) == pytest.approx(stages[0].predicted_bytes)
+    assert sum(stages[0].bytes.values()) == pytest.approx(stages[0].predicted_peak_bytes)
     assert stages[2].unit_names == ("blocks.4.a", "blocks.4.b")
 
 
@@ -512,9 +512,9 @@ def test_a_killed_run_has_figures_all_the_same(tmp_path: Path) -> None:
     assert state(found, WRITTEN_S + 60).word == "running"
     assert state(found, WRITTEN_S + 86_400).word == "ended"
     stages = stage_figures(found)
-    assert stages[0].measured_bytes == pytest.approx(5.9 * 2**30, rel=1e-6)
-    assert {part.name for part in stages[0].parts} >= {"weights", "activations"}
-    assert all(0.5 < (stage.measured_share or 0) <= 1 for stage in stages)
+    assert stages[0].measured_peak_bytes == pytest.approx(5.9 * 2**30, rel=1e-6)
+    assert stages[0].bytes.keys() >= {"weights", "activations"}
+    assert all(0.5 < (stage.busy_share or 0) <= 1 for stage in stages)
 
 
 def test_the_summary_of_a_run_that_goes_on_again_does_not_count(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A plan as one JSON document, for programs that read what the command line found."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise, product
 from typing import Any
 
@@ -67,6 +67,7 @@ def _document(
     best = None if forecast is None else Candidate(plan, forecast)
     return {
         "model": model,
+        **dict.fromkeys((*_NAMES.values(), "micro_batch_size")),
         "schedule": plan.schedule,
         "depth": plan.num_stages if plan.stage_widths else plan.source.num_ranks,
         "width": plan.width,
@@ -74,7 +75,7 @@ def _document(
         "num_stages": plan.num_stages,
         "num_micro_batches": plan.num_microbatches,
         "num_recomputed": len(plan.recompute),
-        **(dict.fromkeys(_FIELDS) if best is None else _candidate(summarize(best))),
+        **({} if best is None else _candidate(summarize(best))),
         "fits": None if forecast is None else forecast.fits,
         "lookahead": plan.lookahead,
         "num_sliced": plan.num_sliced,
@@ -347,28 +348,17 @@ def explanation_document(answer: Answer, found: Explanation) -> dict[str, Any]:
     }
 
 
-_FIELDS = (
-    "kind",
-    "micro_batch_size",
-    "micro_batch_sizes",
-    "predicted_batch_s",
-    "samples_per_s",
-    "penalty",
-    "cost_s_per_sample",
-    "busy_share",
-    "bottleneck",
-    "joules_per_sample",
-    "assumptions",
-)
-"""What only a forecast says of a plan."""
+_NAMES = {one.name: one.name for one in fields(PlanSummary)} | {
+    "batch_s": "predicted_batch_s",
+    "num_microbatches": "num_micro_batches",
+}
+"""The names that documents have for what is predicted and counted."""
 
 
 def _candidate(short: PlanSummary) -> dict[str, Any]:
-    """A candidate in short, under the names that documents have for what is predicted and counted."""
-    plain = asdict(short)
-    names = {"batch_s": "predicted_batch_s", "num_microbatches": "num_micro_batches"}
+    """A candidate in short."""
     return {
-        **{names.get(name, name): value for name, value in plain.items()},
+        **{_NAMES[name]: value for name, value in asdict(short).items()},
         "micro_batch_size": max(short.micro_batch_sizes),
     }
 

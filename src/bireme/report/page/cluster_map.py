@@ -217,7 +217,7 @@ def _kind(run: Run, device: str) -> str:
 def _work(own: Sequence[StageFigures], post: Post) -> str:
     stages = ", ".join(map(str, post.stages))
     if len(own) == 1:
-        first, last = own[0].first_unit, own[0].last_unit
+        first, last = own[0].units
         return f"stage {stages} · unit{'s' if last > first else ''} {first}" + (
             f"–{last}" if last > first else ""
         )
@@ -226,10 +226,10 @@ def _work(own: Sequence[StageFigures], post: Post) -> str:
 
 def _memory(own: Sequence[StageFigures], width: float) -> str:
     """Memory and how busy the device is, as much of it as there is room for."""
-    peaks = [stage.measured_bytes or stage.predicted_bytes for stage in own]
+    peaks = [stage.measured_peak_bytes or stage.predicted_peak_bytes for stage in own]
     peak = max((one for one in peaks if one), default=None)
     limit = max((stage.limit_bytes for stage in own if stage.limit_bytes), default=None)
-    shares = [stage.measured_share or stage.predicted_share for stage in own]
+    shares = [stage.busy_share or stage.predicted_busy_share for stage in own]
     known = [share for share in shares if share is not None]
     busy = f"busy {min(sum(known), 1):.0%}" if known else ""
     if peak is None:
@@ -245,7 +245,8 @@ def _memory(own: Sequence[StageFigures], width: float) -> str:
 def _told(stage: StageFigures) -> str:
     names = stage.unit_names
     which = f": {names[0]} … {names[-1]}" if len(names) > 1 else f": {names[0]}" if names else ""
-    return f"stage {stage.stage}, units {stage.first_unit} to {stage.last_unit}{which}"
+    first, last = stage.units
+    return f"stage {stage.stage}, units {first} to {last}{which}"
 
 
 def _flow(layout: _Layout, flow: Flow, *, has_label: bool) -> Iterator[str]:

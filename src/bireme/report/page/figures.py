@@ -5,7 +5,7 @@ timelines and the metrics.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from statistics import median
@@ -63,30 +63,23 @@ class Headline:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPart:
-    """A part of the memory that was predicted."""
-
-    name: str
-    num_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
 class StageFigures:
-    """A stage, predicted and measured; None is what nobody knows."""
+    """A stage, predicted and measured; None is what nobody knows. `units` are its first and its last unit,
+    `bytes` the parts of the memory that was predicted.
+    """
 
     stage: int
-    first_unit: int
-    last_unit: int
+    units: tuple[int, int]
     unit_names: tuple[str, ...]
     devices: tuple[str, ...]
     predicted_s: float | None
     measured_s: float | None
-    predicted_share: float | None
-    measured_share: float | None
-    predicted_bytes: float | None
-    measured_bytes: float | None
+    predicted_busy_share: float | None
+    busy_share: float | None
+    predicted_peak_bytes: float | None
+    measured_peak_bytes: float | None
     limit_bytes: float | None
-    parts: tuple[MemoryPart, ...]
+    bytes: Mapping[str, float]
 
 
 def state(run: Run, now_s: float) -> _RunState:
@@ -167,27 +160,26 @@ def _stage(
     forecast = run.plan.forecast if run.plan is not None else None
     share = foretold.busy_s / forecast.batch_s if foretold is not None and forecast is not None else None
     seen = None if run.measured is None else _busy_share(run.measured, stage)
-    measured_share = seen if told.busy_share is None else told.busy_share
+    busy_share = seen if told.busy_share is None else told.busy_share
     units = run.plan.units if run.plan is not None else ()
     devices = foretold.devices if foretold is not None else (told.device,) if told.device else ()
     return StageFigures(
         stage=stage,
-        first_unit=first,
-        last_unit=last,
+        units=told.units,
         unit_names=tuple(unit.name for unit in units[first : last + 1]),
         devices=devices,
         predicted_s=foretold.busy_s if foretold is not None else None,
-        measured_s=None if measured_share is None or batch_s is None else measured_share * batch_s,
-        predicted_share=share if told.predicted_busy_share is None else told.predicted_busy_share,
-        measured_share=measured_share,
-        predicted_bytes=_first(told.predicted_peak_bytes, foretold.peak_bytes if foretold else None),
-        measured_bytes=_first(told.measured_peak_bytes, _seen_bytes(run, stage)),
+        measured_s=None if busy_share is None or batch_s is None else busy_share * batch_s,
+        predicted_busy_share=share if told.predicted_busy_share is None else told.predicted_busy_share,
+        busy_share=busy_share,
+        predicted_peak_bytes=_first(told.predicted_peak_bytes, foretold.peak_bytes if foretold else None),
+        measured_peak_bytes=_first(told.measured_peak_bytes, _seen_bytes(run, stage)),
         limit_bytes=foretold.limit_bytes if foretold is not None else None,
-        parts=_parts(run, stage, told),
+        bytes=_parts(run, stage, told),
     )
 
 
-def _parts(run: Run, stage: int, told: ReportedStage) -> tuple[MemoryPart, ...]:
+def _parts(run: Run, stage: int, told: ReportedStage) -> dict[str, float]:
     """What the predicted peak consists of: of the stage, or where only that is known of its rank."""
     if told.bytes:
         named = told.bytes
@@ -195,8 +187,8 @@ def _parts(run: Run, stage: int, told: ReportedStage) -> tuple[MemoryPart, ...]:
         rank = run.predicted.program.rank_of_stage[stage]
         named = run.predicted.memory[rank].at_peak
     else:
-        return ()
-    return tuple(MemoryPart(name, num_bytes) for name, num_bytes in named.items() if num_bytes > 0)
+        return {}
+    return {name: num_bytes for name, num_bytes in named.items() if num_bytes > 0}
 
 
 def _busy_share(timeline: Timeline, stage: int) -> float | None:
@@ -401,7 +393,10 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "num_lines": len(metrics.training),
         "num_skipped": int(sum(count for count in metrics.training.num_skipped if count > 0)),
         "num_resumed": max(len(metrics.starts) - 1, 0),
-        "stages": [_stage_document(stage) for stage in stage_figures(run)],
+        "stages": [
+            {name: value for name, value in asdict(stage).items() if name != "unit_names"}
+            for stage in stage_figures(run)
+        ],
         "links": [_link_document(flow) for flow in flows(run)],
         **({} if shared is None else {"shared": shared.model_dump()}),
         "predicted_timeline": _timeline(run.predicted),
@@ -410,21 +405,6 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "checkpoints": [_plain(one.model_dump()) for one in metrics.checkpoints],
         "warnings": [one.model_dump() for one in metrics.warnings],
         "notes": list(run.notes),
-    }
-
-
-def _stage_document(stage: StageFigures) -> dict[str, Any]:
-    plain = asdict(stage)
-    first, last, _ = (plain.pop(name) for name in ("first_unit", "last_unit", "unit_names"))
-    names = {
-        "predicted_share": "predicted_busy_share",
-        "measured_share": "busy_share",
-        "predicted_bytes": "predicted_peak_bytes",
-        "measured_bytes": "measured_peak_bytes",
-    }
-    return {names.get(name, name): value for name, value in plain.items() if name != "parts"} | {
-        "units": [first, last],
-        "bytes": {part.name: part.num_bytes for part in stage.parts},
     }
 
 

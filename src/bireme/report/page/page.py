@@ -203,7 +203,7 @@ def _slowness(run: Run) -> str:
 
 
 def _memory_lead(run: Run, stages: Sequence[StageFigures]) -> str:
-    if not any(stage.parts for stage in stages) and any(stage.predicted_bytes for stage in stages):
+    if not any(stage.bytes for stage in stages) and any(stage.predicted_peak_bytes for stage in stages):
         return "The parts of the prediction are known once the run has ended or a timeline is recorded."
     return ""
 

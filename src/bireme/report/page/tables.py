@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bireme.bounds import against_predicted, bytes_text, counted, seconds_text
 from bireme.plan.plan import device_ranges
 from bireme.report.markup import tag, words
-from bireme.report.page.figures import Headline, MemoryPart, StageFigures, headline, state
+from bireme.report.page.figures import Headline, StageFigures, headline, state
 from bireme.report.page.metrics import LearnsEvent
 from bireme.report.page.run import Run
 from bireme.report.shapes import clock_text, number_text
@@ -229,20 +229,19 @@ def _stage_cells(stage: StageFigures) -> Iterator[str]:
     yield _cell(str(stage.stage), "stage")
     names = stage.unit_names
     which = f"{names[0]} … {names[-1]}" if len(names) > 1 else names[0] if names else ""
-    span = (
-        f"{stage.first_unit}–{stage.last_unit}"
-        if stage.last_unit > stage.first_unit
-        else f"{stage.first_unit}"
-    )
+    span = "–".join(map(str, dict.fromkeys(stage.units)))
     more = tag("span", words(which), class_="dim") if which else ""
     yield _cell(tag("span", tag("span", words(span), class_="whole-word"), more), "units", class_="text")
     yield _cell(words(device_ranges(stage.devices) if stage.devices else _UNKNOWN), "device", class_="text")
     for which, seconds in (("predicted", stage.predicted_s), ("measured", stage.measured_s)):
         yield _cell(words(_time(seconds)), f"{_GROUPS[0]}, {which}", title=f"{_exact(seconds)} s")
-    for which, share in (("predicted", stage.predicted_share), ("measured", stage.measured_share)):
+    for which, share in (("predicted", stage.predicted_busy_share), ("measured", stage.busy_share)):
         yield _share_cell(share, f"{_GROUPS[1]}, {which}")
     limit = f", limit {stage.limit_bytes:,.0f} bytes" if stage.limit_bytes else ""
-    for which, num_bytes in (("predicted", stage.predicted_bytes), ("measured", stage.measured_bytes)):
+    for which, num_bytes in (
+        ("predicted", stage.predicted_peak_bytes),
+        ("measured", stage.measured_peak_bytes),
+    ):
         text = _UNKNOWN if num_bytes is None else bytes_text(num_bytes)
         yield _cell(words(text), f"{_GROUPS[2]}, {which}", title=f"{_exact(num_bytes)} bytes{limit}")
 
@@ -334,19 +333,8 @@ def _exact(value: float | None) -> str:
 _LIMIT_SHOWN = 3.0
 """A limit so many times above the largest bar would leave no room for the bars, and is only said."""
 
-_ORDER = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "inputs",
-    "workspace",
-    "buffers",
-    "receive buffers",
-)
 _COLOURS = {
     "weights": 0,
-    "predicted peak": 0,
     "gradients": 1,
     "optimizer": 3,
     "activations": 2,
@@ -354,7 +342,9 @@ _COLOURS = {
     "workspace": 4,
     "buffers": 6,
     "receive buffers": 6,
+    "predicted peak": 0,
 }
+_ORDER = [*_COLOURS]
 _WHOLE = "predicted peak"
 """What a prediction is called of which nobody knows what it consists."""
 _REST = "other"
@@ -365,10 +355,10 @@ _OTHER = 7
 
 def memory_figure(stages: Sequence[StageFigures]) -> str:
     """A row for each stage; nothing where no bytes are known."""
-    known = [stage for stage in stages if stage.predicted_bytes or stage.measured_bytes]
+    known = [stage for stage in stages if stage.predicted_peak_bytes or stage.measured_peak_bytes]
     if not known:
         return ""
-    largest = max(max(stage.predicted_bytes or 0, stage.measured_bytes or 0) for stage in known)
+    largest = max(max(stage.predicted_peak_bytes or 0, stage.measured_peak_bytes or 0) for stage in known)
     limits = [stage.limit_bytes for stage in known if stage.limit_bytes]
     near = [limit for limit in limits if limit <= _LIMIT_SHOWN * largest]
     whole = max(largest, *near, 1.0) * 1.02
@@ -379,18 +369,19 @@ def memory_figure(stages: Sequence[StageFigures]) -> str:
 def _row(stage: StageFigures, whole: float) -> Iterator[str]:
     """A stage: its name, its two bars with the limit through both, and the numbers."""
     devices = device_ranges(stage.devices) if stage.devices else ""
-    last = f" to {stage.last_unit}" if stage.last_unit > stage.first_unit else ""
-    units = f"unit{'s' if last else ''} {stage.first_unit}{last}"
+    units = " to ".join(map(str, dict.fromkeys(stage.units)))
     yield tag(
         "div",
         tag("strong", words(f"stage {stage.stage}")),
-        tag("span", words(units)),
+        tag("span", words(f"unit{'s' if ' to ' in units else ''} {units}")),
         tag("span", words(devices), title=", ".join(stage.devices)) if devices else "",
         class_="bars-name",
     )
-    against = against_predicted(stage.measured_bytes, stage.predicted_bytes, is_time=False)
-    measured = f"{_bytes(stage.measured_bytes)} measured" + (f": {against} than predicted" if against else "")
-    texts = [f"{_bytes(stage.predicted_bytes)} predicted", measured]
+    against = against_predicted(stage.measured_peak_bytes, stage.predicted_peak_bytes, is_time=False)
+    measured = f"{_bytes(stage.measured_peak_bytes)} measured" + (
+        f": {against} than predicted" if against else ""
+    )
+    texts = [f"{_bytes(stage.predicted_peak_bytes)} predicted", measured]
     limit = f"limit {bytes_text(stage.limit_bytes)}" if stage.limit_bytes else ""
     bars = tag("div", *_segments(stage, whole), class_="bar") + tag(
         "div", *_measured(stage, whole), class_="bar"
@@ -405,16 +396,16 @@ def _row(stage: StageFigures, whole: float) -> Iterator[str]:
 
 
 def _segments(stage: StageFigures, whole: float) -> Iterator[str]:
-    for part in _parts(stage):
-        title = f"{part.name}: {bytes_text(part.num_bytes)} ({part.num_bytes:,.0f} bytes)"
-        colour = _COLOURS.get(part.name, _OTHER)
-        yield tag("i", style=f"width:{part.num_bytes / whole:.2%}", class_=f"part c{colour}", title=title)
+    for name, num_bytes in _parts(stage):
+        title = f"{name}: {bytes_text(num_bytes)} ({num_bytes:,.0f} bytes)"
+        colour = _COLOURS.get(name, _OTHER)
+        yield tag("i", style=f"width:{num_bytes / whole:.2%}", class_=f"part c{colour}", title=title)
 
 
 def _measured(stage: StageFigures, whole: float) -> Iterator[str]:
-    if stage.measured_bytes is not None:
-        title = f"measured: {stage.measured_bytes:,.0f} bytes"
-        yield tag("i", style=f"width:{stage.measured_bytes / whole:.2%}", class_="measured", title=title)
+    if stage.measured_peak_bytes is not None:
+        title = f"measured: {stage.measured_peak_bytes:,.0f} bytes"
+        yield tag("i", style=f"width:{stage.measured_peak_bytes / whole:.2%}", class_="measured", title=title)
 
 
 def _bytes(num_bytes: float | None) -> str:
@@ -422,7 +413,7 @@ def _bytes(num_bytes: float | None) -> str:
 
 
 def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
-    names = {part.name for stage in stages for part in _parts(stage)}
+    names = {name for stage in stages for name, _ in _parts(stage)}
     entries = [
         tag("span", tag("i", class_=f"key-box c{_COLOURS.get(name, _OTHER)}"), words(name), class_="key")
         for name in sorted(names, key=_place)
@@ -433,14 +424,14 @@ def _legend(stages: Sequence[StageFigures], *, has_limits: bool) -> str:
     return tag("div", *entries, class_="legend")
 
 
-def _parts(stage: StageFigures) -> tuple[MemoryPart, ...]:
+def _parts(stage: StageFigures) -> list[tuple[str, float]]:
     """What the prediction consists of, in the order of the legend, and what that leaves of the whole."""
-    whole = stage.predicted_bytes or 0.0
-    parts = sorted(stage.parts, key=lambda part: _place(part.name))
-    rest = whole - sum(part.num_bytes for part in parts)
+    whole = stage.predicted_peak_bytes or 0.0
+    parts = sorted(stage.bytes.items(), key=lambda part: _place(part[0]))
+    rest = whole - sum(stage.bytes.values())
     if rest > _LEAST_REST * whole:
-        parts.append(MemoryPart(_REST if parts else _WHOLE, rest))
-    return tuple(parts)
+        parts.append((_REST if parts else _WHOLE, rest))
+    return parts
 
 
 def _place(name: str) -> int:
