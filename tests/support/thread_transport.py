@@ -22,6 +22,7 @@ from bireme.runtime.stage_messages import Transport
 from bireme.schedule.instruction import Message
 from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError, CollectiveError, MessageGroup, OwnedGroup, Pending, Sums, Waiting
+from bireme.wire.connection import Bell
 from tests.support.patience import patience_s
 
 __all__ = ["ThreadFabric", "ThreadRank"]
@@ -294,7 +295,7 @@ class _ThreadGroup:
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
         assert len(given) == sum(lengths)
         begins = [0, *accumulate(lengths)]
@@ -323,6 +324,10 @@ class _ThreadGroup:
             tensor.copy_(self._all_brought(place)[source])
 
         return Waiting(wait)
+
+    def go_on(self, bell: Bell) -> None:
+        """Nothing is left to move: members have brought what they bring."""
+        bell.wait()
 
     def abort(self) -> None:
         """Give up, as if this rank's process had died."""

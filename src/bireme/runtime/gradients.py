@@ -27,6 +27,7 @@ from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stepper import Home, Stepped, Stepper
 from bireme.runtime.trial import ParameterRows, pieces_of
 from bireme.schedule.program import Rule
+from bireme.sync.arrivals import Arrivals
 from bireme.sync.exchange import BatchGradients
 from bireme.sync.slices import DENSE_SLICE_BYTES
 
@@ -311,11 +312,13 @@ class GradientSums:
         self.held: set[str] = set()
         self.streams: BatchStreams | None = None
 
-    def into(self, leaves: Mapping[str, Tensor]) -> "_Lending":
-        """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums."""
+    def into(self, leaves: Mapping[str, Tensor], arrivals: Arrivals | None = None) -> "_Lending":
+        """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums. With
+        `arrivals` it is called once, and those that it adds are final.
+        """
         if self.parts is not None:
             self.parts.take()
-        return _Lending(self, leaves)
+        return _Lending(self, leaves, arrivals)
 
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
@@ -452,21 +455,22 @@ class _Lending:
     there, so no more than one gradient lies outside at a time.
     """
 
-    __slots__ = ("_hooks", "_leaves", "_sums")
+    __slots__ = ("_arrivals", "_hooks", "_leaves", "_sums")
 
-    def __init__(self, sums: GradientSums, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, sums: GradientSums, leaves: Mapping[str, Tensor], arrivals: Arrivals | None) -> None:
         self._sums = sums
         self._leaves = leaves
+        self._arrivals = arrivals
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        leaves, held = self._leaves, self._sums.held
+        leaves, held, arrivals = self._leaves, self._sums.held, self._arrivals
         for name, view in self._sums.views.items():
             if name in held:
                 leaves[name].grad = view
-            else:
-                move = partial(_move_in, self._sums, name)
-                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            if name not in held or arrivals is not None:
+                come = partial(_come, self._sums, name, arrivals)
+                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(come))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __exit__(
         self,
@@ -480,8 +484,15 @@ class _Lending:
             self._leaves[name].grad = None
 
 
+def _come(sums: GradientSums, name: str, arrivals: Arrivals | None, leaf: Tensor) -> None:
+    """A gradient is there; note it if it is final. A leaf's first one of a batch is moved into its place."""
+    if name not in sums.held:
+        _move_in(sums, name, leaf)
+    if arrivals is not None:
+        arrivals.note(name)
+
+
 def _move_in(sums: GradientSums, name: str, leaf: Tensor) -> None:
-    """Move a leaf's first gradient of a batch into its place."""
     assert leaf.grad is not None, "the hook is called when a gradient has come"
     if leaf.grad.is_sparse:
         raise BiremeError(

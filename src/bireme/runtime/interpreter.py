@@ -167,8 +167,10 @@ class Interpreter:
     def _backward(self, step: Instruction) -> None:
         gradients = self._stage_messages.take(step)
         self._began = self._now()
-        stage = self._stages[step.stage]
-        run = stage.backward if step.kind is Kind.BACKWARD else stage.backward_input
+        stage, is_whole = self._stages[step.stage], step.kind is Kind.BACKWARD
+        if is_whole and self._updates.overlaps:
+            self._updates.before_backward(step, self._stage_messages.feed.portion(step.batch))
+        run = stage.backward if is_whole else stage.backward_input
         self._stage_messages.put(step, run(_place_of(step), gradients))
 
     def _backward_weight(self, step: Instruction) -> None:

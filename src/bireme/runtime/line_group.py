@@ -20,6 +20,7 @@ from bireme.devices import staged
 from bireme.runtime.board import PeerLost
 from bireme.sync.group import AbortedError, CollectiveError, Pending, Waiting, add_in_order
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
+from bireme.wire.connection import Bell
 
 _on_host = partial(staged, reads="cpu")
 
@@ -77,20 +78,16 @@ class LineGroup:
         is_whole = self.size == 2 or (self.size - 1) * flat.nbytes <= _WHOLE_BYTES
         if self._is_ring and not is_whole:
             return self._begun("sum", lambda: group.all_reduce(flat), [(here, tensor)])
-        parts = [flat] * self.size if is_whole else torch.tensor_split(flat, self.size)
-        own = parts[self.rank]
-        room = {place: torch.empty_like(own) for place in group.others}
-
-        def end() -> None:
-            add_in_order(own, self.rank, [*room.values()])
-            if not is_whole:
-                others = {place: parts[place] for place in group.others}
-                group.swap(dict.fromkeys(others, own), others).wait()
-
-        def begin() -> Pending:
-            return group.swap({place: parts[place] for place in group.others}, room)
-
-        return self._begun("sum", begin, [(here, tensor)], end)
+        if not is_whole:
+            parts = torch.tensor_split(flat, self.size)
+            return self._begun("sum", lambda: group.add_up_parts(parts), [(here, tensor)])
+        room = {place: torch.empty_like(flat) for place in group.others}
+        return self._begun(
+            "sum",
+            lambda: group.swap(dict.fromkeys(group.others, flat), room),
+            [(here, tensor)],
+            lambda: add_in_order(flat, self.rank, [*room.values()]),
+        )
 
     def has_all(self) -> bool:
         """Whether all members begin a group on these lines. If not, they are closed here and at the others: a
@@ -112,7 +109,7 @@ class LineGroup:
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
         own, here = _on_host(given), _on_host(taken)
         return self._begun(
@@ -123,6 +120,11 @@ class LineGroup:
         """Begin to fill the tensor with that of the member `source`."""
         here = _on_host(tensor)
         return self._begun("copy", lambda: self._group.copy_from(here, source), [(here, tensor)])
+
+    def go_on(self, bell: Bell) -> None:
+        """Move what has begun until the bell rings, or something has come."""
+        with self._named("sum"):
+            self._group.go_on(bell)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
@@ -152,14 +154,14 @@ class LineGroup:
     def _begun(
         self,
         what: str,
-        begin: Callable[[], Pending],
+        begin: Callable[[], Waiting],
         places: list[tuple[Tensor, Tensor]],
         end: Callable[[], None] = lambda: None,
-    ) -> Pending:
+    ) -> Waiting:
         """What has begun, and ends once what came to the host is where it belongs."""
-        under_way: list[Pending] = []
         with self._named(what):
-            under_way.append(begin())
+            begun = begin()
+        under_way = [begun]
 
         def wait() -> None:
             while under_way:  # only once
@@ -170,7 +172,7 @@ class LineGroup:
                     if here is not there:
                         there.copy_(here)
 
-        return Waiting(wait)
+        return Waiting(wait, begun.is_done)
 
     def _check(self) -> None:
         if self._is_aborted:

@@ -72,6 +72,7 @@ from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transp
 from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
+from bireme.schedule.program import Rule
 from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
@@ -119,12 +120,15 @@ def _reducer_of(
     transport: Transport,
     settings: PipelineSettings,
     sharers: Sharers | None,
+    *,
+    overlaps: bool,
 ) -> Reducer:
     """What sums up this rank's batches. All ranks call it, and each finds the same kind.
 
     Sums over replicas go through the codec of the settings. Where these are `sharers` of the optimizer, they
     are joined, and each replica gets the sums of its own parts. With an agreement they are a site, whose sums
-    with others go through the codec.
+    with others go through the codec. If the program `overlaps` its sums with its last backwards, so do sums
+    of whole gradients between processors.
     """
     device, codec, agreement = torch.device(settings.device), settings.codec, settings.agreement
     quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None
@@ -151,8 +155,15 @@ def _reducer_of(
         tied |= {name: replicas for name in layout.repeated if name not in tied}
     at = None if device.type == "cpu" else device
     if agreement is None:
+        may_overlap = replicas.size > 1 and at is None and sharers is None and not layout.repeated
         return GroupReducer(
-            control, replicas=replicas, tied=tied, counted=layout.counted, device=at, sums=how
+            control,
+            replicas=replicas,
+            tied=tied,
+            counted=layout.counted,
+            device=at,
+            sums=how,
+            overlaps=overlaps and may_overlap,
         )
     return RoundReducer(
         control,
@@ -278,7 +289,8 @@ class Pipeline:
         transport = fabric.transport(self.layout.pipeline, routes)
         self._fabric = fabric
         self._sharers = sharers or averagers
-        self._reducer = _reducer_of(fabric, self.layout, transport, settings, sharers)
+        overlaps = self._paging is None and source.settled().rule is Rule.SYNCHRONOUS
+        self._reducer = _reducer_of(fabric, self.layout, transport, settings, sharers, overlaps=overlaps)
         if averagers is not None:
             averagers.join(_replicas(fabric, self.layout), None, self.device)
         self._spare = fabric.everyone()

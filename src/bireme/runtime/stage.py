@@ -21,8 +21,10 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
+from bireme.sync.arrivals import Arrivals, FlatPlace, buckets_of
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
-from bireme.sync.reducer import Reduced, Reduction
+from bireme.sync.reducer import ArrivalsOf, Reduced, Reduction
+from bireme.sync.slices import bucket_bytes
 
 # A batch on one rank, from its first forward to its last update: all that is known of it so far.
 
@@ -33,6 +35,7 @@ class _StagePart:
 
     `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
     others only where both are needed. `seen` is the share of the batch, by weight, whose gradients are there.
+    `num_backwards` have begun, and if the last one has, its gradients have `arrivals`.
     `loss` is this replica's part of the batch's loss, if it is made here. `buffers_before` are copies of the
     buffers that the stage writes to, as they were before its first forward. When it `is_applied`, its
     gradients are gone.
@@ -43,6 +46,8 @@ class _StagePart:
     own: GradientSums | None = None
     whole: GradientSums | None = None
     seen: float = 0.0
+    num_backwards: int = 0
+    arrivals: Arrivals | None = None
     loss: float | Tensor = 0.0
     buffers_before: dict[str, Tensor] | None = None
     is_applied: bool = False
@@ -89,12 +94,24 @@ class _BatchEnd:
         """This rank's part of the loss."""
         return sum((part.loss for part in self.parts.values()), 0.0)
 
+    def held(self) -> set[str]:
+        """The parameters that have a gradient."""
+        return {name for part in self._with_gradients() for name in part.sums().held}
+
     @torch.no_grad()
-    def gather(self, *, summed_apart: Set[str], sums_gradients: bool, keep: bool) -> BatchGradients:
+    def gather(
+        self,
+        *,
+        summed_apart: Set[str],
+        sums_gradients: bool,
+        keep: bool,
+        arrivals: ArrivalsOf | None = None,
+    ) -> BatchGradients:
         """The gradients of all stages, to be summed up; those in `summed_apart` not with the arenas.
 
         A parameter that several of the rank's stages share is there once, with the sum of their gradients.
-        With `keep` the gradients of this replica stay as they are where sums would change them.
+        With `keep` the gradients of this replica stay as they are where sums would change them. With
+        `arrivals` gradients may still be coming.
         """
         parts = self._with_gradients()
         names = [name for part in parts for name in part.sums().views]
@@ -105,6 +122,7 @@ class _BatchEnd:
         views: dict[str, Tensor] = {}
         held: set[str] = set()
         flats: list[Tensor] = []
+        places: dict[str, FlatPlace] = {}
         streams: dict[str, PrincipalStream] = {}
         parts_of_flats: list[Parts] = []
         cuts: dict[str, Sequence[slice]] = {}
@@ -119,6 +137,12 @@ class _BatchEnd:
                 held |= own.held
             else:
                 together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
+                slots = {
+                    name: (number, slot.begin, slot.end)
+                    for number, arena in enumerate(compress(part.whole.arenas, together), len(flats))
+                    for name, slot in arena.slots.items()
+                }
+                places |= {name: slots[name] for name in part.whole.whole_views if name in slots}
                 flats += [arena.flat for arena in compress(part.whole.arenas, together)]
                 for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
                     parts_of_flats.append(cut.parts)
@@ -143,6 +167,9 @@ class _BatchEnd:
             cuts=cuts,
             owned=owned,
             owned_flats=owned_flats,
+            arrivals=None
+            if arrivals is None
+            else arrivals(buckets_of(places, flats, bucket_bytes(sum(one.nbytes for one in flats))), held),
         )
         return self.gradients
 
@@ -307,7 +334,7 @@ class Stage:
         sums = self.part(place.batch).sums()
         if self._gradient_hook is not None and sums.streams is not None:
             self._gradient_hook.feed = sums.streams.feed
-        with sums.into(leaves):
+        with sums.into(leaves, self.part(place.batch).arrivals if len(kept.passes) == 1 else None):
             for one, own in zip(kept.passes, given, strict=True):
                 roots, begin = self._begin(one, own)
                 if roots:

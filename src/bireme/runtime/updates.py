@@ -94,6 +94,37 @@ class Updates:
         self.before_update: Callable[[Stage, int], None] | None = None
         """Is called before a stage makes the update of a batch."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums begin while a batch's last backwards run."""
+        return self._reducer.arrivals is not None
+
+    def before_backward(self, step: Instruction, portion: Portion) -> None:
+        """If a stage begins its last backward of a batch, its gradients go to sums as they come."""
+        part = self._stages[step.stage].part(step.batch)
+        part.num_backwards += 1
+        if part.num_backwards < len(portion.micro_batches):
+            return
+        end = self._batches[step.batch]
+        if end.reduction is None:
+            self._reducer.start(self._gathered(step.batch))
+        assert end.gradients is not None, "they were gathered now or before"
+        part.arrivals = end.gradients.arrivals
+
+    def _gathered(self, batch: int) -> Reduction:
+        """The reduction of a batch with its gradients, as far as they have come."""
+        for stage in self._stages.values():
+            stage.part(batch)
+        reducer, end = self._reducer, self._batches[batch]
+        gradients = end.gather(
+            summed_apart=reducer.summed_apart,
+            sums_gradients=reducer.sums_gradients,
+            keep=self._tries,  # a trial step may still read what is this replica's own
+            arrivals=reducer.arrivals,
+        )
+        end.reduction = Reduction(batch, gradients)
+        return end.reduction
+
     def reduce(self, step: Instruction, portion: Portion) -> None:
         """A stage has all its gradients of a batch, of which this replica has that portion."""
         end = self._batches[step.batch]
@@ -102,23 +133,16 @@ class Updates:
         self._note_norms(step)
         if end.num_ended < len(self._stages):
             return
-        for stage in self._stages.values():
-            stage.part(step.batch)
-        gradients = end.gather(
-            summed_apart=self._reducer.summed_apart,
-            sums_gradients=self._reducer.sums_gradients,
-            keep=self._tries,  # a trial step may still read what is this replica's own
-        )
-        end.reduction = Reduction(
-            step.batch,
-            gradients,
-            loss_sum=end.loss(),
-            stamp=portion.stamp,
-            votes=self.votes(),
-            more=(lambda: ()) if self.more is None else partial(self.more, step.batch),
-            own=OwnPart(portion.weight, portion.weights.nominal, portion.num_samples),
-        )
-        self._reducer.start(end.reduction)
+        is_under_way = end.reduction is not None
+        reduction = end.reduction or self._gathered(step.batch)
+        reduction.loss_sum, reduction.stamp, reduction.votes = end.loss(), portion.stamp, self.votes()
+        if self.more is not None:
+            reduction.more = partial(self.more, step.batch)
+        reduction.own = OwnPart(portion.weight, portion.weights.nominal, portion.num_samples)
+        if reduction.gradients.arrivals is not None:
+            reduction.gradients.arrivals.end(end.held())
+        if not is_under_way:
+            self._reducer.start(reduction)
 
     def collect(self, step: Instruction) -> None:
         """Wait until this replica's parts of a stage's gradients are summed, as far as that has begun."""

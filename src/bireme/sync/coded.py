@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal_all, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
+from bireme.sync.arrivals import Bucket
 from bireme.sync.coded_messages import Messages, coder_of, even_cuts, pieces_of, seed_name
 from bireme.sync.exchange import (
     BatchGradients,
@@ -34,8 +35,8 @@ from bireme.sync.feedback import BASIS, RESIDUAL, Feedback
 from bireme.sync.group import DirectSums, Group
 from bireme.sync.slices import DENSE_SLICE_BYTES
 
-_FLAGS = ""
-"""The name of the numbers that tell which gradients a member has."""
+_FLAGS, _FLAG_BYTES = "", 4
+"""The name of the numbers that tell which gradients a member has, and the bytes of each."""
 
 
 class GradientSummation:
@@ -79,79 +80,120 @@ class GradientSummation:
             if self._in_parts:
                 sum_parts(group, names, gradients, min(slice_bytes, DENSE_SLICE_BYTES), sent)
             else:
-                sum_in_slices(group, names, gradients, gradients.flats, slice_bytes, sent)
+                flats = gradients.arrivals or gradients.flats
+                sum_in_slices(group, names, gradients, flats, slice_bytes, sent)
             return
         if group.size == 1:
             self._send_all_to_itself(names, gradients, 1.0 if factors is None else factors[0])
             return
+        kind, in_parts = self.codec.kind, self._in_parts
+        factors = (1.0,) * group.size if factors is None else factors
+        factor, word = factors[group.rank], f"{batch} {group.rank if sender is None else sender}"
         views = {name: gradients.views[name] for name in names}
-        flags = held_flags(names, gradients)
-        sent.note(group.size, raw=flags.nbytes)
         begins = batch >= self.codec.whole_steps
         coded = {
             name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
         }
-        kind, in_parts = self.codec.kind, self._in_parts
-        is_cut = not in_parts and self.codec.is_cut(group.size)
-        to_all = not in_parts and not is_cut
-        by_messages = in_parts or kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2)
-        whole = {} if by_messages else {name: view for name, view in views.items() if name not in coded}
+        sent.note(group.size, raw=_FLAG_BYTES * len(names))
+        if not in_parts and (kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2)):
+            sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
+            self._sum_by_messages(group, gradients, views, coded, factors, word, apart, slice_bytes, sent)
+            return
+        if gradients.arrivals is not None:
+            gradients.arrivals.wait(group)
+        flags = held_flags(names, gradients)
+        whole = {} if in_parts else {name: view for name, view in views.items() if name not in coded}
         # What no member has a gradient of is opened too, and left as it is.
-        kept = self._opened(batch, coded)
-        factors = (1.0,) * group.size if factors is None else factors
-        factor = factors[group.rank]
+        kept = self._opened(coded, batch if in_parts else None)
         matrices: list[_Matrix] = []
         if kind is SumKind.LOWRANK:
-            word = "" if self._keeps_basis else f"{batch} "
+            seed = "" if self._keeps_basis else f"{batch} "
             for name, view in coded.items():
                 piece = gradients.cuts[name][group.rank] if in_parts else None
-                matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, word, factor, piece))
+                matrices.append(_matrix_of(name, view, kept[name], self.codec.rank, seed, factor, piece))
         for view in whole.values() if factor != 1.0 else ():
             view.mul_(factor)
         first = next((view.dtype for view in whole.values() if not view.is_complex()), torch.float32)
         numbers = flags.to(first)
-        # Messages to all, and sums for all, take the flags along, for on late links each message counts.
-        goes_along = by_messages and not in_parts
         if whole or matrices:
             lefts = {one.name: one.left for one in matrices}
             sum_all(group, {_FLAGS: numbers, **whole, **lefts}, apart, slice_bytes, sent)
-        elif not goes_along:
+        else:
             DirectSums(group).all_reduce(numbers).wait()
             sent.sent += (group.size - 1) * numbers.nbytes
-        if not goes_along:
-            note_held(gradients, names, numbers)
+        note_held(gradients, names, numbers)
         held = [one for one in matrices if one.name in gradients.held]
         if held:
             _sum_matrices(group, held, apart, slice_bytes, sent)
         for one in held if not self._keeps_basis else ():
             del one.kept[BASIS]
         done = {*whole, *(one.name for one in matrices)}
-        left = [name for name in names if name not in done and (goes_along or name in gradients.held)]
-        word = f"{batch} {group.rank if sender is None else sender}"
+        left = [name for name in names if name not in done and name in gradients.held]
         coder = None if matrices or not coded else coder_of(self.codec, keeps=self.feedback is not None)
-        of_sums = coder_of(self.codec.of_sums, keeps=self.feedback is not None) if is_cut else None
-        most_bytes = min(slice_bytes, DENSE_SLICE_BYTES) if in_parts else slice_bytes
-        if goes_along:
-            views[_FLAGS], left = numbers, [_FLAGS, *left]
-        owners: Sequence[int | None] = [None] if to_all else range(group.size)
-        cuts = even_cuts(left, views, coded, factors, apart) if is_cut else gradients.cuts
+        owners: Sequence[int | None] = range(group.size) if in_parts else [None]
         bundles = kind is SumKind.BITS
         pieces = [
-            [*pieces_of(owner, group.rank, word, left, views, cuts, kept, apart, bundles=bundles)]
+            [*pieces_of(owner, group.rank, word, left, views, gradients.cuts, kept, apart, bundles=bundles)]
             for owner in owners
         ]
-        most_bytes //= len(owners)
         if in_parts:
             summed = [name for name in views if name in gradients.held]
             own = (views[name].view(-1)[gradients.cuts[name][group.rank]].nbytes for name in summed)
             sent.raw += sum(views[name].nbytes for name in summed) - sum(own)
         else:
-            sent.note(group.size, raw=sum(views[name].nbytes for name in names))
-        Messages(group, coder, factors, sent, to_all=to_all, of_sums=of_sums).sum(pieces, most_bytes)
-        if goes_along:
-            note_held(gradients, names, numbers)
-            if self.feedback is not None:
-                self.feedback.take_back(coded.keys() - gradients.held)
+            sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
+        messages = Messages(group, coder, factors, sent, to_all=not in_parts)
+        messages.add(pieces, min(slice_bytes, DENSE_SLICE_BYTES) // group.size if in_parts else slice_bytes)
+        messages.finish()
+
+    def _sum_by_messages(
+        self,
+        group: Group,
+        gradients: BatchGradients,
+        views: Mapping[str, Tensor],
+        coded: Mapping[str, Tensor],
+        factors: Sequence[float],
+        word: str,
+        apart: Collection[str],
+        slice_bytes: int,
+        sent: SentBytes,
+    ) -> None:
+        """Sum gradients whole, bucket after bucket, by messages alone. The flags go along with the last
+        bucket, for on late links each message counts.
+        """
+        is_cut, keeps, numbers = self.codec.is_cut(group.size), self.feedback is not None, torch.empty(0)
+        messages = Messages(
+            group,
+            coder_of(self.codec, keeps=keeps) if coded else None,
+            factors,
+            sent,
+            to_all=not is_cut,
+            of_sums=coder_of(self.codec.of_sums, keeps=keeps) if is_cut else None,
+        )
+        owners: Sequence[int | None] = range(group.size) if is_cut else [None]
+        arrivals, left = gradients.arrivals, len(views)
+        whole = [Bucket((*views,), ())]
+        for bucket in whole if arrivals is None else arrivals.in_turn(group, messages.go_on):
+            held_flags(bucket.names, gradients)
+            own = {name: views[name] for name in bucket.names}
+            left -= len(own)
+            if not left:
+                numbers = held_flags([*views], gradients).float()
+                own = {_FLAGS: numbers, **own}
+            kept = self._opened({name: view for name, view in own.items() if name in coded})
+            cuts = even_cuts([*own], own, kept, factors, apart) if is_cut else {}
+            bundles = self.codec.kind is SumKind.BITS
+            messages.add(
+                [
+                    [*pieces_of(owner, group.rank, word, [*own], own, cuts, kept, apart, bundles=bundles)]
+                    for owner in owners
+                ],
+                slice_bytes // len(owners),
+            )
+        messages.finish()
+        note_held(gradients, [*views], numbers)
+        if self.feedback is not None:
+            self.feedback.take_back(coded.keys() - gradients.held)
 
     @property
     def common(self) -> dict[str, Tensor]:
@@ -171,11 +213,13 @@ class GradientSummation:
         """Whether a gradient goes through the codec."""
         return view.dtype in (torch.float32, torch.float64) and self.codec.codes(view.shape)
 
-    def _opened(self, batch: int, coded: Mapping[str, Tensor]) -> Mapping[str, dict[str, Tensor]]:
+    def _opened(
+        self, coded: Mapping[str, Tensor], batch: int | None = None
+    ) -> Mapping[str, dict[str, Tensor]]:
         """What is kept of these gradients, to which they are added."""
         if self.feedback is None:
             return {name: {} for name in coded}
-        return self.feedback.open(coded, batch if self._in_parts else None)
+        return self.feedback.open(coded, batch)
 
     def _send_all_to_itself(self, names: Sequence[str], gradients: BatchGradients, factor: float) -> None:
         """The sum of one member is all that it has, with what it has not sent before."""

@@ -19,7 +19,7 @@ from bireme.codec.description import BLOCK
 from bireme.codec.sum_description import SumCodec, SumKind
 from bireme.sync.exchange import SentBytes
 from bireme.sync.feedback import RESIDUAL, THRESHOLD
-from bireme.sync.group import Group, Pending
+from bireme.sync.group import Group, Waiting
 from bireme.sync.slices import NUM_IN_FLIGHT
 
 Coder = Threshold | BlockCodec
@@ -178,7 +178,7 @@ class _UnderWay:
     lengths: Sequence[Sequence[int]]
     messages: list[Tensor]
     given: Tensor
-    pending: Pending
+    pending: Waiting
 
 
 class Messages:
@@ -204,23 +204,35 @@ class Messages:
         self._to_all, self._of_sums = to_all, of_sums
         self._parts: deque[_UnderWay] = deque()
         self._sums: deque[_UnderWay] = deque()
+        self._bundles: list[Piece] = []
         # To get new memory, page by page, takes longer than to decode into it.
         self._rooms = [torch.empty(0), torch.empty(0)]
 
-    def sum(self, pieces: Sequence[Sequence[Piece]], most_bytes: int) -> None:
-        """Sum the pieces of every owner, about that many bytes of each at a time."""
+    def add(self, pieces: Sequence[Sequence[Piece]], most_bytes: int) -> None:
+        """Begin to sum the pieces of every owner, about that many bytes of each at a time."""
+        self._bundles += (one for own in pieces for one in own if one.parts)
         waiting = [deque(own) for own in pieces]
         while any(waiting):
             if len(self._parts) > NUM_IN_FLIGHT:
                 self._add_up(self._parts.popleft())
             self._parts.append(self._begin([_next(own, most_bytes) for own in waiting]))
+
+    def go_on(self) -> bool:
+        """Do the next of what can be done with messages that have come; whether there was anything."""
+        for some, take in ((self._parts, self._add_up), (self._sums, self._take_sums)):
+            if some and some[0].pending.is_done():
+                take(some.popleft())
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Wait for all sums."""
         while self._parts:
             self._add_up(self._parts.popleft())
         while self._sums:
             self._take_sums(self._sums.popleft())
-        for own in pieces:
-            for one in own:
-                one.settle()
+        for one in self._bundles:
+            one.settle()
 
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
         lengths = [[_most_bytes(self._coder, one) for one in own] for own in pieces]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
+from bireme.sync.arrivals import Arrivals
 from bireme.sync.group import Group, Pending, add_in_order
 from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
@@ -119,7 +120,8 @@ class BatchGradients:
     `streams` are the gradients that are kept as principal components, and `components` what those of all
     replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, `cuts` the
     pieces of each gradient there that all replicas own, and `owned` the piece that this replica owns and
-    sums, which lies in `owned_flats`.
+    sums, which lies in `owned_flats`. With `arrivals` the backward may still be at work, and `held` are those
+    from before; in its buckets are the gradients that lie in `flats`.
     """
 
     views: Mapping[str, Tensor]
@@ -132,6 +134,7 @@ class BatchGradients:
     cuts: Mapping[str, Sequence[slice]] = field(default_factory=dict)
     owned: Mapping[str, Tensor] = field(default_factory=dict)
     owned_flats: Sequence[Tensor] = ()
+    arrivals: Arrivals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,35 +193,38 @@ def sum_in_slices(
     group: Group,
     names: Sequence[str],
     gradients: BatchGradients,
-    flats: Iterable[Tensor],
+    flats: Iterable[Tensor] | Arrivals,
     slice_bytes: int,
     sent: SentBytes,
 ) -> None:
-    """Sum `flats`, in which the gradients of `names` lie, over a group, and mark those that any member had.
+    """Sum `flats`, in which the gradients of `names` lie, over a group, and mark those that any member had;
+    or the buckets of arrivals as they come.
 
     A gradient that no member has stays absent; where only some have it, the others count as zeros.
     """
     if group.size == 1 or not names:
         return
-    holders = held_flags(names, gradients)
-    pending = group.all_reduce(holders)
-    before = sent.sent
-    sum_flats(group, flats, slice_bytes, sent, before=pending)
-    sent.note(group.size, sent=holders.nbytes)
+    before, holders = sent.sent, torch.empty(0)
+
+    def all_flats() -> Iterator[Tensor]:
+        nonlocal holders
+        if isinstance(flats, Arrivals):
+            for bucket in flats.in_turn(group):
+                held_flags(bucket.names, gradients)
+                yield from bucket.flats
+        holders = held_flags(names, gradients)
+        yield holders
+        if not isinstance(flats, Arrivals):
+            yield from flats
+
+    sum_flats(group, all_flats(), slice_bytes, sent)
     sent.raw += sent.sent - before
     note_held(gradients, names, holders)
 
 
-def sum_flats(
-    group: Group,
-    flats: Iterable[Tensor],
-    slice_bytes: int,
-    sent: SentBytes,
-    *,
-    before: Pending | None = None,
-) -> None:
-    """Sum flat tensors over a group, in place; `before` has been begun there, and is waited for too."""
-    under_way: deque[Pending] = deque([] if before is None else [before])
+def sum_flats(group: Group, flats: Iterable[Tensor], slice_bytes: int, sent: SentBytes) -> None:
+    """Sum flat tensors over a group, in place."""
+    under_way: deque[Pending] = deque()
     for piece in _slices(flats, min(slice_bytes, DENSE_SLICE_BYTES)):
         if len(under_way) > NUM_IN_FLIGHT:
             under_way.popleft().wait()

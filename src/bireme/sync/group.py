@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bireme.devices import staged
+from bireme.wire.connection import Bell
 
 _UNUSED_TAG = 2**31 - 1
 
@@ -41,10 +42,14 @@ class Pending(Protocol):
 class Waiting:
     """Something under way that is done once a function has returned."""
 
-    __slots__ = ("wait",)
+    __slots__ = ("is_done", "wait")
 
-    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, wait: Callable[[], None] = lambda: None, is_done: Callable[[], bool] = lambda: False
+    ) -> None:
         self.wait = wait
+        self.is_done = is_done
+        """Whether the wait is known to be over at once."""
 
 
 class Sums(Protocol):
@@ -70,7 +75,7 @@ class Group(Sums, Protocol):
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with what all send here.
 
         Both are flat, and their parts lie in the members' order; `lengths` are counted in elements.
@@ -78,6 +83,9 @@ class Group(Sums, Protocol):
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
+
+    def go_on(self, bell: Bell) -> None:
+        """Move what has begun until the bell rings, or something that has begun may be done."""
 
 
 class OwnedGroup(Group, Protocol):
@@ -131,7 +139,7 @@ class DistGroup:
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
         here = staged(taken)
         # As bytes, because gloo does not know all types.
@@ -168,6 +176,10 @@ class DistGroup:
         self._do("receive", lambda group: dist.recv(here, group=group, group_src=source))
         if here is not tensor:
             tensor.copy_(here)
+
+    def go_on(self, bell: Bell) -> None:
+        """Gloo and NCCL move what has begun in threads of their own."""
+        bell.wait()
 
     def abort(self) -> None:
         """Give up, from any thread."""
@@ -209,7 +221,7 @@ class DistGroup:
         what: str,
         begin: Callable[[dist.ProcessGroup], dist.Work | None],
         places: list[tuple[Tensor, Tensor]],
-    ) -> Pending:
+    ) -> Waiting:
         """What has begun, and ends once the tensors that torch.distributed wrote are where they belong."""
         work = self._do(what, begin)
         assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
@@ -224,7 +236,7 @@ class DistGroup:
                 if here is not there:
                     there.copy_(here)
 
-        return Waiting(wait)
+        return Waiting(wait, work.is_completed)
 
     def _failed(self, what: str, error: RuntimeError) -> Exception:
         if self._is_aborted:
@@ -285,7 +297,7 @@ class SingleRankGroup:
 
     def exchange(
         self, given: Tensor, _lengths: Sequence[int], taken: Tensor, _taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """The only member gets what it gives."""
         taken.copy_(given)
         return Waiting()
@@ -293,6 +305,10 @@ class SingleRankGroup:
     def copy_from(self, _tensor: Tensor, _source: int) -> Pending:
         """The tensor is its own source."""
         return Waiting()
+
+    def go_on(self, bell: Bell) -> None:
+        """Nothing is under way."""
+        bell.wait()
 
     def abort(self) -> None:
         """No replica waits."""

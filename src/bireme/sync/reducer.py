@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.sync.arrivals import Arrivals, Bucket
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
@@ -30,6 +31,7 @@ from bireme.sync.exchange import (
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
 from bireme.sync.slices import SLICE_BYTES
+from bireme.wire.connection import Bell
 
 # What the ranks tell each other about a batch, and what comes of it.
 
@@ -97,6 +99,10 @@ whatever thread sums them up.
 """
 
 
+ArrivalsOf = Callable[[Sequence[Bucket], set[str]], Arrivals]
+"""Gives the arrivals of a batch with these buckets, which add to what is held."""
+
+
 @dataclass(slots=True, eq=False)
 class Reduction:
     """A batch that is to be summed up, and how far that has come.
@@ -137,6 +143,8 @@ class Reducer(ABC):
     """The parameters that are summed over other ranks than the rest."""
     weighs: bool
     """Whether it finds out by itself if anything in a batch counts."""
+    arrivals: ArrivalsOf | None = None
+    """Gives the arrivals of a batch, if it sums gradients bucket by bucket while a backward makes others."""
 
     def __init__(self, control: Sums, counted: Collection[str] | None, device: torch.device | None) -> None:
         self._control, self._counted, self._device = control, counted, device
@@ -198,6 +206,8 @@ class GroupReducer(Reducer):
       replicas that hold it. They are summed over that instead, as they are. One group may serve several.
     * `sums`: how gradients are summed over the replicas. If each gets its own parts of them, it adds these to
       the norm.
+    * `overlaps`: the same on all replicas. Then the gradients of a batch have arrivals, and a reduction may
+      start before its backward is over. What else it has is not looked at before their end.
 
     Every rank must start the same batches in the same order.
     """
@@ -215,8 +225,11 @@ class GroupReducer(Reducer):
         device: torch.device | None = None,
         sums: GradientSummation | None = None,
         slice_bytes: int = SLICE_BYTES,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(control, counted, device)
+        self._bell = Bell() if overlaps else None
+        self.arrivals = self._arrivals if overlaps else None
         self._replicas: Group = replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self.summed_apart = self._tied.keys()
@@ -268,7 +281,19 @@ class GroupReducer(Reducer):
         self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
+            if self._bell is not None:
+                self._bell.ring()
             self._thread.join(timeout_s)
+        if self._bell is not None:
+            self._bell.close()
+
+    def _arrivals(self, buckets: Sequence[Bucket], held: set[str]) -> Arrivals:
+        def check() -> None:
+            if self._is_closed:
+                raise RuntimeError("the reducer was closed before a batch was over")
+
+        assert self._bell is not None, "it overlaps"
+        return Arrivals(buckets, held, self._bell, check)
 
     def _check_usable(self, batch: int) -> None:
         if self._error is not None:
@@ -310,6 +335,8 @@ class GroupReducer(Reducer):
         own = [name for name in gradients.views if name not in self._tied]
         size, sent = self._slice_bytes, self.sent
         self._sums.sum(self._replicas, own, gradients, size, sent, batch=reduction.batch)
+        if gradients.arrivals is not None:
+            gradients.arrivals.wait(self._replicas)
         if gradients.streams:
             merge_components(self._replicas, gradients, sent)
         for group, names in self._tied_groups():

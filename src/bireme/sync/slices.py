@@ -9,6 +9,18 @@ DENSE_SLICE_BYTES = 2**22
 NUM_IN_FLIGHT = 3
 """How many slices may be on their way at once, before one more is begun."""
 
+_NUM_BUCKETS = 6
+"""Of gradients that are summed while a backward goes on. The last one is summed after it, so it must be
+small; but each takes messages of its own.
+"""
+
+_LEAST_BUCKET_BYTES = 2**17
+
+
+def bucket_bytes(gradient_bytes: float) -> float:
+    """Of gradients that are summed together while a backward makes others; the last may be fewer."""
+    return min(max(gradient_bytes / _NUM_BUCKETS, _LEAST_BUCKET_BYTES), DENSE_SLICE_BYTES)
+
 
 DENSE_BYTES_IN_FLIGHT = (NUM_IN_FLIGHT + 1) * DENSE_SLICE_BYTES
 """Of gradients, the most that are under way at once while they are summed in parts."""

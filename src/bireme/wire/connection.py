@@ -37,6 +37,8 @@ STAGING_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 """Bytes to write at once. A link that moves less than this within a timeout counts as stuck."""
 _RINGS = 4096
+_LOOK_S = 0.05
+"""How often a wait for a bell looks whether it is in vain."""
 
 
 class FrameKind(IntEnum):
@@ -310,6 +312,39 @@ def wait_for(connection: Connection, events: int, seconds: float) -> bool:
     return bool(poller.poll(max(seconds, 0.0) * 1000))
 
 
+class Bell:
+    """Ends another thread's wait for files, of which this is one."""
+
+    def __init__(self) -> None:
+        self._end, self._rung = socket.socketpair()
+        for end in (self._end, self._rung):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """Of what can be read once it rings."""
+        return self._rung.fileno()
+
+    def ring(self) -> None:
+        """End the wait, or the next one."""
+        with suppress(OSError):  # it rings already, or is closed
+            self._end.send(b"\0")
+
+    def wait(self, seconds: float = _LOOK_S) -> None:
+        """Wait until it rings, for these seconds at most, and hush it."""
+        if select.select([self], [], [], seconds)[0]:
+            self.hush()
+
+    def hush(self) -> None:
+        """Ring no more."""
+        with suppress(OSError):
+            self._rung.recv(_RINGS)
+
+    def close(self) -> None:
+        """Close its sockets."""
+        self._end.close()
+        self._rung.close()
+
+
 class Poller:
     """Waits for any number of sockets. Another thread ends a wait with `ring`."""
 
@@ -317,10 +352,8 @@ class Poller:
         self._poll = select.poll()
         self._wanted: dict[int, int] = {}
         self._acts: dict[int, Callable[[], None]] = {}
-        self._bell, self._rung = socket.socketpair()
-        for end in (self._bell, self._rung):
-            end.setblocking(False)
-        self.want(self._rung.fileno(), select.POLLIN, self._hush)
+        self._bell = Bell()
+        self.want(self._bell.fileno(), select.POLLIN, self._bell.hush)
 
     def want(self, file: int, events: int, act: Callable[[], None]) -> None:
         """Call `act` in a wait when these events happen on a file; nothing is called with 0 events."""
@@ -355,14 +388,8 @@ class Poller:
 
     def ring(self) -> None:
         """End the wait, or the next one."""
-        with suppress(OSError):  # it rings already, or is closed
-            self._bell.send(b"\0")
-
-    def _hush(self) -> None:
-        with suppress(OSError):
-            self._rung.recv(_RINGS)
+        self._bell.ring()
 
     def close(self) -> None:
         """Close the bell."""
         self._bell.close()
-        self._rung.close()

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
-from bireme.sync.group import Pending, Waiting
+from bireme.sync.group import Waiting, add_in_order
 from bireme.wire.connection import (
     HEADER_BYTES,
     SKIP,
+    Bell,
     Connection,
     FrameKind,
     Skip,
@@ -156,7 +157,7 @@ class PeerLine:
     @property
     def is_ready(self) -> bool:
         """Whether an expected frame may have come that `poll` does not find."""
-        return self._connection.is_ready and bool(self.events & select.POLLIN)
+        return bool(self._came) or (self._connection.is_ready and bool(self.events & select.POLLIN))
 
     def move(self) -> list[Tag]:
         """Write what goes and read what has come; gives the expected frames that are there now.
@@ -236,16 +237,25 @@ class _Traffic:
         for line in self.lines.values():
             self._move(line, on_frame)
         while not (is_done() and all(line.has_sent for line in self.lines.values())):
-            self._check()
             self._look_for_silence(began_s)
-            poller = select.poll()
-            for number, line in self._by_number.items():
-                if events := line.events:
-                    poller.register(number, events)
-            ready = {number for number, line in self._by_number.items() if line.is_ready}
-            found = poller.poll(0 if ready else LOOK_S * 1000)
-            for number in ready.union(number for number, _ in found):
+            self.go_a_step(on_frame)
+
+    def go_a_step(self, on_frame: Callable[[int, Tag], None], bell: Bell | None = None) -> None:
+        """Wait a while until something can move, or the bell rings, and move it."""
+        self._check()
+        poller = select.poll()
+        for number, line in self._by_number.items():
+            if events := line.events:
+                poller.register(number, events)
+        if bell is not None:
+            poller.register(bell, select.POLLIN)
+        ready = {number for number, line in self._by_number.items() if line.is_ready}
+        found = poller.poll(0 if ready else LOOK_S * 1000)
+        for number in ready.union(number for number, _ in found):
+            if number in self._by_number:
                 self._move(self._by_number[number], on_frame)
+            elif bell is not None:
+                bell.hush()
 
     def _move(self, line: PeerLine, on_frame: Callable[[int, Tag], None]) -> None:
         for tag in line.move():
@@ -294,18 +304,18 @@ class RoundGroup:
         self._held: list[object] = []
         """Frames may still be on their way from these tensors."""
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Waiting:
         """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member."""
         return self.add_up([tensor.clone()], [tensor])
 
-    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
+    def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Waiting:
         """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
         into[self.rank].copy_(tensor)
         return self.swap(dict.fromkeys(self.others, tensor), {place: into[place] for place in self.others})
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with what all send here."""
         parts, places = torch.split(given, list(lengths)), torch.split(taken, list(taken_lengths))
         places[self.rank].copy_(parts[self.rank])
@@ -313,7 +323,7 @@ class RoundGroup:
             {place: parts[place] for place in self.others}, {place: places[place] for place in self.others}
         )
 
-    def copy_from(self, tensor: Tensor, source: int) -> Pending:
+    def copy_from(self, tensor: Tensor, source: int) -> Waiting:
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
         if source != self.rank:
             return self.swap({}, {source: tensor})
@@ -325,7 +335,7 @@ class RoundGroup:
         into: Sequence[Tensor],
         factor: float = 1.0,
         firsts: Sequence[int | None] = (),
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to write the sum of all members' tensors, each times that member's factor, into others.
 
         `firsts` are as in a `Contribution`.
@@ -356,33 +366,78 @@ class RoundGroup:
 
     def finish(self, missing: set[int]) -> None:
         """Return when nothing is missing, and all that others need is sent."""
-        self._traffic.go(lambda: not missing, lambda member, tag: self._arrives.pop((member, tag))(tag))
+        self._traffic.go(lambda: not missing, self._come)
         self._held.clear()
 
-    def swap(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Pending:
+    def go_on(self, bell: Bell) -> None:
+        """Move what has begun until the bell rings, or a frame has come."""
+        self._traffic.go_a_step(self._come, bell)
+
+    def _come(self, member: int, tag: Tag) -> None:
+        self._arrives.pop((member, tag))(tag)
+
+    def swap(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Waiting:
         """Begin to send tensors to the members at some places and to fill others with what some send. As much
         goes at once as the kernel takes. A tensor without elements is not sent.
         """
-        return self._moved(given, taken, self.tag(_WHOLE, self._numbers(1).start))
+        missing: set[int] = set()
+        self._move(given, taken, self.tag(_WHOLE, self._numbers(1).start), missing)
+        return self._until(missing)
 
-    def message(self, tensor: Tensor, source: int, target: int) -> Pending:
+    def add_up_parts(self, parts: Sequence[Tensor]) -> Waiting:
+        """Begin to replace parts by their sums over the group, added in the members' order: each member
+        adds up the part at its place, and sends the sum to all others.
+        """
+        own, missing, numbers = parts[self.rank], set[int](), self._numbers(2)
+        others = {place: parts[place] for place in self.others}
+        room = {place: torch.empty_like(own) for place in self.others}
+
+        def add_up() -> None:
+            add_in_order(own, self.rank, [*room.values()])
+            self._move(dict.fromkeys(others, own), others, self.tag(_WHOLE, numbers[1]), missing)
+
+        self._move(others, room, self.tag(_WHOLE, numbers[0]), missing, add_up)
+        return self._until(missing)
+
+    def _until(self, missing: set[int]) -> Waiting:
+        return Waiting(partial(self.finish, missing), lambda: not missing)
+
+    def message(self, tensor: Tensor, source: int, target: int) -> Waiting:
         """Begin to send a tensor to the member at a place, or to fill one with what another sends; those of
         two members come in their order, and no other member takes part.
         """
         self._num_messages[source, target] += 1
         tag = self.tag(_MESSAGE, self._num_messages[source, target])
-        is_sent = source == self.rank
-        return self._moved({target: tensor} if is_sent else {}, {} if is_sent else {source: tensor}, tag)
+        is_sent, missing = source == self.rank, set[int]()
+        self._move({target: tensor} if is_sent else {}, {} if is_sent else {source: tensor}, tag, missing)
+        return self._until(missing)
 
-    def _moved(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor], tag: Tag) -> Pending:
-        missing = {place for place, into in taken.items() if into.numel()}
+    def _move(
+        self,
+        given: Mapping[int, Tensor],
+        taken: Mapping[int, Tensor],
+        tag: Tag,
+        missing: set[int],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begin to send and to expect tensors by the places of members, which are `missing` until theirs have
+        come; then go on.
+        """
+        missing.update(place for place, into in taken.items() if into.numel())
         for place, what in given.items():
             if what.numel():
                 self.send(place, tag, what.contiguous())
                 self._traffic.lines[self.members[place]].move_out()
+
+        def come(place: int) -> None:
+            missing.discard(place)
+            if not missing:
+                then()
+
         for place in tuple(missing):
-            self.expect(place, tag, taken[place], lambda _tag, place=place: missing.discard(place))  # type: ignore[misc]
-        return Waiting(partial(self.finish, missing))
+            self.expect(place, tag, taken[place], lambda _tag, place=place: come(place))  # type: ignore[misc]
+        if not missing:
+            then()
 
     def tag(self, kind: int, piece: int) -> Tag:
         """That of a frame of this attempt."""
