@@ -1,0 +1,153 @@
+"""Sums over replicas that begin while the last backward of a batch runs: the same bits, but earlier."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bireme.codec.sum_description import parse_sum_codec
+from bireme.memory.arena import Arena, Slots
+from bireme.plan.plan import Plan
+from bireme.runtime.line_group import LineGroup
+from bireme.runtime.updates import Updates
+from bireme.sync.arrivals import Arrivals, buckets_of
+from bireme.sync.coded import GradientSummation
+from bireme.sync.exchange import BatchGradients
+from bireme.sync.group import DirectSums, SingleRankGroup
+from bireme.sync.reducer import GroupReducer, Reduction
+from tests.runtime.test_coded_sums import WIDTH, layers
+from tests.runtime.test_line_group import on_threads
+from tests.support.engine_parity import Setting, Trained, assert_equal, oracle, plan_for, train_on_threads
+from tests.support.patience import patience_s
+from tests.support.small_models import real_batches, token_batches
+from tests.support.tiny_text import tiny_text
+
+SIZES = {"first": 30_000, "small": 3, "middle": 70_001, "last": 50_000}
+"""Of gradients in the order of the layers."""
+
+
+class _Batch:
+    """A batch of a member, in buckets of one gradient each, or of two where one is small."""
+
+    def __init__(self, reducer: GroupReducer, seed: int) -> None:
+        slots = Slots({name: (size,) for name, size in SIZES.items()})
+        self.arena = Arena(slots, torch.float32, torch.device("cpu"))
+        self.given = torch.randn(len(self.arena.flat), generator=torch.Generator().manual_seed(seed))
+        places = {name: (0, slot.begin, slot.end) for name, slot in slots.items()}
+        held: set[str] = set()
+        assert reducer.arrivals is not None
+        self.arrivals = reducer.arrivals(buckets_of(places, [self.arena.flat], 4 * 30_000), held)
+        views = dict(self.arena.views)
+        self.gradients = BatchGradients(views, held, [self.arena.flat], arrivals=self.arrivals)
+
+    def come(self, names: Iterable[str]) -> None:
+        for name in names:
+            slot = self.arena.slots[name]
+            self.arena.flat[slot.begin : slot.end] = self.given[slot.begin : slot.end]
+            self.arrivals.note(name)
+
+
+def _summed(group: LineGroup, codec: str, early: Callable[[_Batch], object]) -> tuple[Tensor, set[str]]:
+    how = GradientSummation(parse_sum_codec(codec))
+    reducer = GroupReducer(SingleRankGroup(), replicas=group, sums=how, overlaps=True)
+    batch = _Batch(reducer, seed=group.rank)
+    reduction = Reduction(0, batch.gradients)
+    reducer.start(reduction)
+    try:
+        early(batch)
+        batch.come(name for name in SIZES if name not in batch.gradients.held and name != "small")
+        batch.arrivals.end(batch.gradients.held)
+        reducer.finish(reduction)
+    finally:
+        reducer.close()
+    return batch.arena.flat, batch.gradients.held
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("codec", ["none", "int8", "int2"])
+def test_later_layers_are_summed_while_the_backward_makes_the_gradients_of_others(
+    codec: str, num: int
+) -> None:
+    def waits_for_the_first_bucket(batch: _Batch) -> None:
+        batch.come(["last"])
+        own = batch.arena.views["last"].clone()
+        ends_s = time.monotonic() + patience_s()
+        while torch.equal(batch.arena.views["last"], own):
+            assert time.monotonic() < ends_s, "nothing is summed before the backward is over"
+            time.sleep(0.001)
+
+    # Only lines add up while another bucket is waited for, so two members of dense sums cannot show it.
+    early = waits_for_the_first_bucket if num > 2 or codec != "none" else lambda batch: batch.come(["last"])
+    of_ranks = on_threads(num, lambda group: _summed(group, codec, early))
+    late = on_threads(num, lambda group: _summed(group, codec, lambda _batch: None))
+    for (flat, held), (expected, _) in zip(of_ranks, late, strict=True):
+        assert torch.equal(flat, expected)
+        assert torch.equal(flat, of_ranks[0][0])
+        assert held == SIZES.keys() - {"small"}
+
+
+def test_buckets_follow_from_the_layout_later_layers_first() -> None:
+    one, other = torch.arange(10.0), torch.arange(6.0)
+    places = {"a": (0, 0, 2), "b": (1, 0, 6), "c": (0, 2, 7), "empty": (0, 0, 0), "d": (0, 7, 10)}
+    first, second = buckets_of(places, [one, other], 8 * 4)
+    assert first.names == ("c", "empty", "d")
+    assert [run.tolist() for run in first.flats if len(run)] == [one[2:].tolist()]
+    assert second.names == ("a", "b")
+    assert [run.tolist() for run in second.flats] == [one[:2].tolist(), other.tolist()]
+
+
+def test_a_reducer_that_is_closed_waits_for_no_more_gradients() -> None:
+    def work(group: LineGroup) -> BaseException | None:
+        reducer = GroupReducer(DirectSums(group), replicas=group, overlaps=True)
+        reduction = Reduction(0, _Batch(reducer, 0).gradients)
+        reducer.start(reduction)
+        reducer.close(patience_s())
+        return reduction.error
+
+    assert all("closed" in str(error) for error in on_threads(2, work))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "codec"),
+    [
+        (plan_for("1f1b", 2, width=2), "none"),
+        (plan_for("interleaved", 4, width=2, stages_per_rank=2), "none"),
+        (plan_for("zb-h1", 2, width=2), "int4"),
+        (Plan((), 1, "sequential", width=3, micro_batch_sizes=(9, 5, 2)), "int2"),
+        (Plan((2,), 2, "gpipe", width=3, micro_batch_sizes=(4, 3, 1), recompute_units=(1,)), "none"),
+    ],
+)
+def test_a_run_has_the_same_bits_whether_sums_begin_early(
+    plan: Plan, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bireme.sync.slices._LEAST_BUCKET_BYTES", 64)
+    is_text = plan.num_stages > 1 and plan.width == 2
+    model, data = (tiny_text(), token_batches(16, 3)) if is_text else (layers(), real_batches(16, 3, WIDTH))
+    setting = Setting(plan, clip_norm=1.0, sum_codec=codec)
+    complete, end = list[int](), Arrivals.end
+
+    def noted(arrivals: Arrivals, held: Iterable[str]) -> None:
+        complete.append(sum(not missing for missing in arrivals._missing))
+        end(arrivals, held)
+
+    monkeypatch.setattr(Arrivals, "end", noted)
+    early = train_on_threads(model, setting, data)
+    assert any(complete) == (plan.schedule != "zb-h1")
+    monkeypatch.setattr(Updates, "before_backward", lambda *_: None)
+    _same(train_on_threads(model, setting, data), early)
+    if codec == "none":
+        assert_equal(early, oracle(model, setting, data), tolerance=1e-12)
+
+
+def _same(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert all(torch.equal(_of(other)[name], tensor) for name, tensor in _of(one).items())
+
+
+def _of(trained: Trained) -> dict[str, Any]:
+    return trained.weights[-1]
