@@ -6,6 +6,7 @@ not fit becomes one `BiremeError` that names the file, the place, the value and 
 """
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -70,6 +71,15 @@ Advise = Callable[[Sequence[str]], str]
 
 def _no_advice(_path: Sequence[str]) -> str:
     return ""
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can have it: null stands for a number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
 def read_json(path: Path, model: type[Model]) -> Model:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 
 PORT = 29600
 _WAIT_S = 30.0
-_PROBE = ("192.0.2.1", 9)
-"""An address on no network, to which nothing is sent: the way there shows this machine's own address."""
+_NOWHERE = "192.0.2.1"
+"""An address on no network: the way there shows this machine's own address."""
 
 
 def coordinate(
@@ -92,6 +91,7 @@ def coordinate(
     from bireme.report.live_view import live_view
     from bireme.train.attendance import failures
     from bireme.train.coordination import Coordination
+    from bireme.wire.listener import address_towards
 
     facts = MachineFacts.own(__version__)
     if takes_part:
@@ -101,7 +101,7 @@ def coordinate(
         if stream == "err" or not as_json:
             typer.echo(text, err=stream == "err")
 
-    address = address_of(listen) if listen else (_own_host(), port)
+    address = address_of(listen) if listen else (address_towards(_NOWHERE) or "127.0.0.1", port)
     wait_s = _WAIT_S if wait is None else wait
     coordination = Coordination(
         run,
@@ -179,16 +179,6 @@ def _counts(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise BiremeError(f"--machines is {text!r}: the range must rise, from 1 on.")
     return least, most
-
-
-def _own_host() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_PROBE)
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _change_list(revoke: str, admit: str) -> None:

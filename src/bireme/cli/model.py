@@ -5,7 +5,6 @@ import shlex
 import sys
 from enum import StrEnum
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,8 +126,7 @@ def evaluate(
     for warning in found["warnings"]:
         tell(warning)
     if as_json:
-        infinite = {name for name, one in found.items() if isinstance(one, float) and not isfinite(one)}
-        print_json(found | dict.fromkeys(infinite))
+        print_json(found)
     else:
         _show(found)
 

@@ -248,4 +248,6 @@ def show(
 
 def print_json(document: dict[str, Any]) -> None:
     """Print the JSON document on standard output."""
-    typer.echo(json.dumps(document, ensure_ascii=False, allow_nan=False))
+    from bireme.documents import plain
+
+    typer.echo(json.dumps(plain(document), ensure_ascii=False, allow_nan=False))

@@ -3,7 +3,7 @@
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -142,8 +142,14 @@ def simulate(
     window = WINDOW if batches is None else batches
     if not given_of(context, *NOUNS):
         refuse(context, "Without given costs the run's plan is simulated", *OF_COSTS)
-        costs_from = {"profiles": profile, "like": like, "is_fresh": fresh}
-        timeline = _of_run(context, run_file, set_, window, file, **costs_from)
+        from bireme.report.terminal import progress_bar
+
+        check_extent(1, 1, window)
+        check_plan_file(file)
+        profiled = profiled_run(context, run_file, set_, profiles=profile, like=like, is_fresh=fresh)
+        with progress_bar("planning") as progress:
+            planned = profiled.planned(progress) if file is None else profiled.given(file)
+            timeline = planned.timeline(window)
         _write(timeline, trace, picture)
         _show(timeline, None, trace, picture, as_json=as_json)
         return
@@ -253,25 +259,6 @@ def simulate(
     ):
         advice = _advice(program, own, links)
     _show(timeline, advice, trace, picture, as_json=as_json)
-
-
-def _of_run(
-    context: typer.Context,
-    run_file: Path | None,
-    sets: list[str] | None,
-    window: int,
-    plan_file: Path | None,
-    **costs: Any,
-) -> "Timeline":
-    """The first batches under the plan that `bireme train` makes from the same run file, or that is given."""
-    from bireme.report.terminal import progress_bar
-
-    check_extent(1, 1, window)
-    check_plan_file(plan_file)
-    profiled = profiled_run(context, run_file, sets, **costs)
-    with progress_bar("planning") as progress:
-        planned = profiled.planned(progress) if plan_file is None else profiled.given(plan_file)
-        return planned.timeline(window)
 
 
 # Keys of the run file that say what is simulated with given costs.

@@ -34,6 +34,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.rank_part import RunStart
 from bireme.train.run_data import Census
 from bireme.train.run_file import RunFile
+from bireme.wire.listener import address_towards
 
 # Which network card leads to the other machines of a run.
 #
@@ -55,11 +56,9 @@ def let_gloo_use_the_way_to(host: str) -> None:
         return
     import fcntl  # not on every system
 
+    address = address_towards(host)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        with suppress(OSError):
-            probe.connect((host, 9))  # which sends nothing
-        address: str = probe.getsockname()[0]
-        for _, card in socket.if_nameindex() if not address.startswith(("127.", "0.")) else ():
+        for _, card in socket.if_nameindex() if address and not address.startswith("127.") else ():
             with suppress(OSError):  # a card without an address
                 request = card.encode()[:15].ljust(40, b"\0")
                 found = fcntl.ioctl(probe.fileno(), _ASK_ADDRESS, request)[20:24]

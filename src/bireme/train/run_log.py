@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import re
 import secrets
@@ -19,7 +18,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
-from bireme.documents import read_json_lines
+from bireme.documents import plain, read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
 from bireme.report.run_lines import RunLines
@@ -482,7 +481,7 @@ class MetricsLog:
     def note(self, kind: str, step: int, **values: Any) -> None:
         """One line. A number that is not finite becomes null."""
         line = {"kind": kind, "step": step, "time_s": round(self.time_s, 4), **values}
-        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n"
         with self._lock:
             self._waiting += text.translate(_LINE_ENDS).encode()
             self._write()
@@ -515,16 +514,6 @@ def _cut_half_line(path: Path) -> None:
     """Take away what a killed run has left of its last line, for the next would go on in it."""
     with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
 
 
 class RunLog:

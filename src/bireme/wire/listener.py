@@ -367,14 +367,17 @@ def own_address() -> str:
     named = os.environ.get("BIREME_ADDRESS")
     if named:
         return named
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
+    towards = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    return towards or socket.gethostbyname(socket.gethostname())
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to a host, to which nothing is sent; empty if there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((host, 9))
         address: str = probe.getsockname()[0]
-    return address
+        return address
+    return ""
 
 
 # Listening sockets that a library opens in this process, which ask for no key.

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from bireme.cluster.cluster import Cluster
+from bireme.documents import plain
 from bireme.errors import BiremeError
 from bireme.plan.forecast import StageForecast, joules_per_sample
 from bireme.plan.plan import Plan
@@ -366,7 +367,7 @@ def _bandwidth(cluster: Cluster | None, source: str, destination: str) -> float:
 
 def runs_document(runs: Sequence[Run], now_s: float) -> dict[str, Any]:
     """Every run with its figures, its stages, its links and its events; `now_s` tells whether it runs."""
-    return {"runs": [_run(run, now_s) for run in runs]}
+    return {"runs": [plain(_run(run, now_s)) for run in runs]}
 
 
 def _run(run: Run, now_s: float) -> dict[str, Any]:
@@ -385,10 +386,10 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
         "num_stages": plan.num_stages if plan else None,
         "width": plan.width if plan else None,
         "num_microbatches": plan.num_microbatches if plan else None,
-        **_plain(asdict(figures)),
+        **asdict(figures),
         "prediction_error": figures.prediction_error,
         "learns": run.learns.model_dump(),
-        "absences": [_plain(asdict(one)) for one in metrics.absences()],
+        "absences": [asdict(one) for one in metrics.absences()],
         "recoveries": [asdict(one) for one in metrics.recoveries],
         "num_lines": len(metrics.training),
         "num_skipped": int(sum(count for count in metrics.training.num_skipped if count > 0)),
@@ -397,20 +398,19 @@ def _run(run: Run, now_s: float) -> dict[str, Any]:
             {name: value for name, value in asdict(stage).items() if name != "unit_names"}
             for stage in stage_figures(run)
         ],
-        "links": [_link_document(flow) for flow in flows(run)],
+        "links": [
+            asdict(flow)
+            | {"share": flow.share, "source": flow.source.device, "destination": flow.destination.device}
+            for flow in flows(run)
+        ],
         **({} if shared is None else {"shared": shared.model_dump()}),
         "predicted_timeline": _timeline(run.predicted),
         "measured_timeline": _timeline(run.measured),
-        "evaluations": [_plain(one.model_dump()) for one in metrics.evaluations],
-        "checkpoints": [_plain(one.model_dump()) for one in metrics.checkpoints],
+        "evaluations": [one.model_dump() for one in metrics.evaluations],
+        "checkpoints": [one.model_dump() for one in metrics.checkpoints],
         "warnings": [one.model_dump() for one in metrics.warnings],
         "notes": list(run.notes),
     }
-
-
-def _link_document(flow: Flow) -> dict[str, Any]:
-    plain = asdict(flow) | {"share": flow.share}
-    return _plain(plain | {"source": flow.source.device, "destination": flow.destination.device})
 
 
 def _timeline(timeline: Timeline | None) -> dict[str, float] | None:
@@ -421,12 +421,4 @@ def _timeline(timeline: Timeline | None) -> dict[str, float] | None:
         "makespan_s": timeline.makespan_s,
         "steady_batch_s": timeline.steady_batch_s,
         "idle_share": idle_share(timeline),
-    }
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with null for what is no number, which JSON cannot say."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
     }
