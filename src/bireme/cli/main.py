@@ -1,32 +1,37 @@
-"""The command `bireme`. Verbs live in files of their own and import what they need when they run.
+"""The command `bireme`. Verbs live in files of their own, or in the file in
+brackets, and import what they need when they run.
 
 Train a model:
     init: Write a run file for `bireme train`: what one purpose needs, or with --all every key, explained.
     train: Train a model over a pipeline. Without a run file: a small language model on Python's sources.
-    data: Show samples as the model will see them, token by token, and what counts in the loss.
+    data (model): Show samples as the model will see them, token by token, and what counts in the loss.
     coordinate: Wait for machines that type `bireme join`, and train a model with all of them.
-    join: Take part in a run with this machine: check it and the line, wait for the others, train.
-    evaluate: Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
-    resume: Resume a run from its most recent intact checkpoint.
+    join (coordinate): Take part in a run with this machine: check it and the line, wait for the others,
+        train.
+    evaluate (model): Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
+    resume (train): Resume a run from its most recent intact checkpoint.
     report: Write one HTML page about a run: curves, timeline, memory, plan. It needs no network.
-    watch: Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends it.
-    ledger: Check the ledger of a run: every sample in one committed round of each finished epoch.
-    export: Export the latest model of a run: a transformers folder, or safetensors with the model's names.
-    merge: Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
-    generate: Let a model write: continue a prompt, or answer it.
+    watch (report): Show the page of a run in the browser, with new figures while the run trains. Ctrl-C ends
+        it.
+    ledger (report): Check the ledger of a run: every sample in one committed round of each finished epoch.
+    export (model): Export the latest model of a run: a transformers folder, or safetensors with the model's
+        names.
+    merge (model): Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
+    generate (model): Let a model write: continue a prompt, or answer it.
 
 Measure and plan:
-    profile: Measure each unit of a model: seconds forward and backward, bytes kept and sent.
+    profile (plan): Measure each unit of a model: seconds forward and backward, bytes kept and sent.
     cluster: Servers, devices and links: find, measure and show them.
     plan: Find the fastest plan that fits: where to cut a model, on which devices, with which schedule.
-    fit: Answer whether a model fits machines, how fast it trains there, and what would help.
+    fit (plan): Answer whether a model fits machines, how fast it trains there, and what would help.
     place: Place the operators of a graph on accelerators and CPUs.
-    doctor: Check this machine, and the line to another one: all that keeps them from training together.
+    doctor (coordinate): Check this machine, and the line to another one: all that keeps them from training
+        together.
 
 Look closer:
     schedule: Draw a schedule as a grid: one row per rank, time to the right.
     simulate: Predict the time and memory of a run's plan, or of a schedule with given costs.
-    memory: Trace a training iteration: what the peak consists of, which blocks are idle, what could be
+    memory (plan): Trace a training iteration: what the peak consists of, which blocks are idle, what could be
         swapped.
     capabilities: Show which capabilities go together, or the keys of a run file that switch on some of them.
     bench: Measure Bireme on this machine and compare it with its limits and peers.
@@ -50,24 +55,8 @@ from bireme.cli.described import described, read
 from bireme.errors import BiremeError, tell
 
 VERBS = read(__doc__ or "")[1]
-"""All verbs, each with the first line of its own help."""
+"""All verbs, each with the first line of its own help, and its file if that has another name."""
 SUMMARIES = {name: verb.text for name, verb in VERBS.items()}
-FILES = {
-    "join": "coordinate",
-    "doctor": "coordinate",
-    "resume": "train",
-    "watch": "report",
-    "ledger": "report",
-    "data": "model",
-    "evaluate": "model",
-    "generate": "model",
-    "export": "model",
-    "merge": "model",
-    "profile": "plan",
-    "fit": "plan",
-    "memory": "plan",
-}
-"""The files of verbs that share one."""
 
 EXAMPLE = "Example: bireme init run.toml, then: bireme train run.toml"
 
@@ -83,7 +72,7 @@ class Verbs(TyperGroup):
         """The verb itself; None where there is none."""
         if cmd_name not in SUMMARIES:
             return None
-        module = importlib.import_module(f"bireme.cli.{FILES.get(cmd_name, cmd_name)}")
+        module = importlib.import_module(f"bireme.cli.{VERBS[cmd_name].value or cmd_name}")
         app = getattr(module, "app", None)
         if app is None:
             app = typer.Typer(add_completion=False)
