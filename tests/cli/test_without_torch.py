@@ -25,7 +25,7 @@ MODULES = [
     "bireme.cluster.inference",
     "bireme.profile.profile",
     "bireme.profile.stages",
-    "bireme.report.gantt",
+    "bireme.report.picture",
     "bireme.report.profile_table",
     "bireme.report.terminal",
     "bireme.train.run_file.tables",

@@ -29,7 +29,7 @@ from bireme.profile.behavior import (
 )
 from bireme.profile.swapping import Bandwidth, SwapPlan, page_blocks, plan_swaps
 from bireme.profile.trace import OPTIMIZERS, StorageTrace, observe
-from bireme.report.gantt import packed
+from bireme.report.picture import packed
 from tests.support.extent import several
 
 pytestmark = pytest.mark.slow

@@ -28,11 +28,7 @@ def _group() -> None:
 
 @app.command()
 @described
-def engine(
-    quick: bool = False,
-    hosts: bool = False,
-    as_json: bool = False,
-) -> None:
+def engine(quick: bool = False, hosts: bool = False, as_json: bool = False) -> None:
     """Measure the engine on emulated devices and a small GPT, and compare it with torch's runtime.
 
     [dim]bireme bench engine --quick[/dim]

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
     from bireme.capabilities import Capability
 
 
-def capabilities(
-    names: list[str] | None = None,
-    markdown: bool = False,
-    as_json: bool = False,
-) -> None:
+def capabilities(names: list[str] | None = None, markdown: bool = False, as_json: bool = False) -> None:
     """Show which capabilities go together, or the keys of a run file that switch on some of them.
 
     [dim]bireme capabilities quorum boundary-codec[/dim]

@@ -59,11 +59,7 @@ def discover(
 
 @app.command()
 @described
-def show(
-    cluster: str = "",
-    names: bool = False,
-    as_json: bool = False,
-) -> None:
+def show(cluster: str = "", names: bool = False, as_json: bool = False) -> None:
     """Show the servers, devices and links of a cluster, and which devices are equal.
 
     [dim]bireme cluster show two-unequal-servers[/dim]
@@ -91,9 +87,7 @@ def show(
 
 @app.command()
 @described
-def devices(
-    as_json: bool = False,
-) -> None:
+def devices(as_json: bool = False) -> None:
     """List the catalogue of devices: makers' figures, and what share of them training attains.
 
     [dim]bireme cluster devices --json[/dim]

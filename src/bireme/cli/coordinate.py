@@ -323,12 +323,7 @@ def refuse_failing(sentences: list[str]) -> None:
 # `bireme doctor`: what keeps this machine from training with another one, and what to do about it.
 
 
-def doctor(
-    other: str = "",
-    token: str = "",
-    listen: str = "",
-    as_json: bool = False,
-) -> None:
+def doctor(other: str = "", token: str = "", listen: str = "", as_json: bool = False) -> None:
     """Check this machine, and the line to another one: all that keeps them from training together.
 
     Exit status: 0 if all is well, 1 if something will fail.

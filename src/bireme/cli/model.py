@@ -291,11 +291,7 @@ def export(
 # `bireme merge`: the adapter of a run added to its base, as a model folder.
 
 
-def merge(
-    run_dir: Path,
-    to: Path,
-    as_json: bool = False,
-) -> None:
+def merge(run_dir: Path, to: Path, as_json: bool = False) -> None:
     """Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
 
     [dim]bireme merge runs/chats --to model[/dim]

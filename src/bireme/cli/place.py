@@ -370,12 +370,7 @@ def _write(workload: Workload, placement: Placement, files: OutputFiles, documen
 
 
 def check_split(
-    workload: Workload,
-    path: Path,
-    objective: Objective | None,
-    rules: Mapping[str, Any],
-    *,
-    as_json: bool,
+    workload: Workload, path: Path, objective: Objective | None, rules: Mapping[str, Any], *, as_json: bool
 ) -> bool:
     """Check a split in a file by the `rules` of `check` and print the verdict; whether every rule is kept."""
     from bireme.placement.table import print_verdict, verdict_document
@@ -406,10 +401,7 @@ def check_split(
 
 
 def _verdict(
-    workload: Workload,
-    split: "Placement | WrittenSplit",
-    objective: Objective,
-    **rules: Any,
+    workload: Workload, split: "Placement | WrittenSplit", objective: Objective, **rules: Any
 ) -> "PlacementVerdict":
     from bireme.placement.check import check
 

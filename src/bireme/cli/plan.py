@@ -362,12 +362,12 @@ def memory(
         picture (FILE): Draw the lifetimes of all blocks to a .svg or .html file.
     """
     from bireme.profile.swapping import page_blocks, plan_swaps
-    from bireme.report.gantt import check_suffix
+    from bireme.report.picture import GANTT, check_suffix
     from bireme.train.folder import load_asked
 
     link = _bandwidth(bandwidth)
     if picture is not None:
-        check_suffix(picture)
+        check_suffix(picture, GANTT)
     run = load_asked(run_file, set_ or ())
     behavior = _behavior(run, warmup)
     alone, in_turn = plan_swaps(behavior, link), plan_swaps(behavior, link, in_turn=True)
@@ -375,7 +375,7 @@ def memory(
     model, batch, optimizer = run.model.source, run.training.batch_size, run.training.optimizer
     title = f"{model}, batch {batch}, {optimizer}"
     if picture is not None:
-        from bireme.report.gantt import write_gantt
+        from bireme.report.picture import write_gantt
 
         write_gantt(title, behavior, alone, picture)
     from bireme.report.profile_table import memory_document, print_memory

@@ -146,10 +146,7 @@ SHOWN = 10
 """Places that are listed; the document has all."""
 
 
-def ledger(
-    folder: Path,
-    as_json: bool = False,
-) -> None:
+def ledger(folder: Path, as_json: bool = False) -> None:
     """Check the ledger of a run: every sample in one committed round of each finished epoch.
 
     [dim]bireme ledger runs/my-run[/dim]

@@ -136,12 +136,7 @@ def _show_dry(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool) ->
 
 
 def resumed(
-    run_dir: Path,
-    sets: Sequence[str] | None = None,
-    *,
-    restarts: int | None,
-    anyway: bool,
-    as_json: bool,
+    run_dir: Path, sets: Sequence[str] | None = None, *, restarts: int | None, anyway: bool, as_json: bool
 ) -> None:
     """Continue a run to its end in this process. What was set before holds for the rest of the run."""
     from bireme.train.folder import RunFolder
