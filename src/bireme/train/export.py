@@ -8,6 +8,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 ABOUT = "bireme.json"
 
 
-class NewestWeights(NamedTensors):
+class NewestWeights(NamedTensors, ExitStack):
     """The newest weights and persistent buffers of a checkpoint, by the model's own names, tied ones once and
     none packed.
 
@@ -42,11 +43,12 @@ class NewestWeights(NamedTensors):
     """
 
     def __init__(self, run: RunFile, graph: Graph, checkpoint: Checkpoint) -> None:
+        super().__init__()
         self._saved = checkpoint.snapshot().tensors
         identity = base_of_checkpoint(checkpoint.manifest)
         self._base = None
         if identity is not None:
-            self._base = BaseWeights(run, graph, identity, str(checkpoint.folder))
+            self._base = self.enter_context(BaseWeights(run, graph, identity, str(checkpoint.folder)))
         in_base = frozenset[str]() if identity is None else names_in_base(graph)
         self.names = self._keys = dict[str, str]()
         self._states: dict[str, ModelState] = {}
@@ -56,13 +58,6 @@ class NewestWeights(NamedTensors):
                 if state.persistent and (key in self._saved or state.name in in_base):
                     self._keys[state.name] = key
                     self._states[state.name] = state
-
-    def __enter__(self) -> "NewestWeights":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._base is not None:
-            self._base.__exit__(*error)
 
     @property
     def num_bytes(self) -> int:

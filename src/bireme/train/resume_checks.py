@@ -168,22 +168,16 @@ def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
         )
 
 
-class BaseWeights:
+class BaseWeights(ExitStack):
     """Reads frozen weights of a checkpoint from its base, one by one, in the dtype that the graph has.
 
     The base is checked and opened when the first is read. Use it as a context.
     """
 
     def __init__(self, run: RunFile, graph: Graph, identity: BaseIdentity, where: str) -> None:
+        super().__init__()
         self._run, self._graph, self._identity, self._where = run, graph, identity, where
-        self._stack = ExitStack()
         self._model: RunModel | None = None
-
-    def __enter__(self) -> "BaseWeights":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._stack.close()
 
     def __getitem__(self, name: str) -> Tensor:
         if self._model is None:
@@ -197,7 +191,7 @@ class BaseWeights:
         folder = _base_folder(self._run)
         assert folder is not None
         graph = model.source.base_graph(self._graph)
-        self._read = self._stack.enter_context(open_weights(graph, folder, model=model.source.base))
+        self._read = self.enter_context(open_weights(graph, folder, model=model.source.base))
         return model
 
 

@@ -1,10 +1,11 @@
 """The curves of a run, and of several runs over each other; and the lanes of its replicas along the steps."""
 
-import math
-from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bireme.bounds import bytes_text, counted, seconds_text
 from bireme.report.markup import number, tag, titled, words
@@ -43,27 +44,29 @@ _LEAST_SMOOTHED = 20
 """With fewer points nothing is to be smoothed."""
 
 
+_Values = NDArray[np.float64]
+
+
 @dataclass(frozen=True, slots=True)
 class Points:
     """A curve: one value for each place, the places rising. `places` are indices into where it is from."""
 
-    xs: "array[float]"
-    ys: "array[float]"
-    places: "array[int]"
+    xs: _Values
+    ys: _Values
+    places: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.xs)
 
-    def only(self, kept: Sequence[int]) -> "Points":
+    def only(self, kept: Sequence[int] | NDArray[np.int64]) -> "Points":
         """Those at some indices."""
-        xs, ys = (array("d", (column[i] for i in kept)) for column in (self.xs, self.ys))
-        return Points(xs, ys, array("q", (self.places[i] for i in kept)))
+        return Points(self.xs[kept], self.ys[kept], self.places[kept])
 
 
 def finite(xs: Sequence[float], ys: Sequence[float]) -> Points:
     """The points that can be drawn: those with a value."""
-    every = Points(array("d", xs), array("d", ys), array("q", range(len(ys))))
-    return every.only([i for i, y in enumerate(ys) if math.isfinite(y)])
+    every = Points(np.asarray(xs, float), np.asarray(ys, float), np.arange(len(ys)))
+    return every.only(np.flatnonzero(np.isfinite(every.ys)))
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
@@ -74,7 +77,12 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
     """
     if len(points) <= most:
         return points
-    return points.only(sorted({0, len(points) - 1, *_extremes(points, (most - 2) // 2)}))
+    parts = np.linspace(points.xs[0], points.xs[-1], (most - 2) // 2 + 1)[1:-1]
+    kept = {0, len(points) - 1}
+    for own in np.split(np.arange(len(points)), np.searchsorted(points.xs, parts)):
+        if len(own):
+            kept |= {int(own[points.ys[own].argmin()]), int(own[points.ys[own].argmax()])}
+    return points.only(sorted(kept))
 
 
 def smoothed(points: Points) -> Points | None:
@@ -85,10 +93,8 @@ def smoothed(points: Points) -> Points | None:
     if len(points) < _LEAST_SMOOTHED:
         return None
     keep = 1 - 1 / max(len(points) / _SMOOTHING, 4.0)
-    back = _means(points.ys, keep)
-    ahead = reversed(_means(points.ys[::-1], keep))
-    ys = array("d", ((one + other) / 2 for one, other in zip(back, ahead, strict=True)))
-    return Points(points.xs, ys, points.places)
+    ys = (_means(points.ys, keep) + _means(points.ys[::-1], keep)[::-1]) / 2
+    return replace(points, ys=ys)
 
 
 def evened(points: Points) -> Points:
@@ -99,40 +105,17 @@ def evened(points: Points) -> Points:
     """
     count = len(points)
     window = min(max(_LEAST_EVENED, count // _SMOOTHING), count)
-    times = [0.0, *accumulate(1 / max(rate, _LEAST_RATE) for rate in points.ys)]
-    begins = (min(max(i - window // 2, 0), count - window) for i in range(count))
-    ys = array("d", (window / (times[begin + window] - times[begin]) for begin in begins))
-    return Points(points.xs, ys, points.places)
+    times = np.cumsum([0.0, *1 / np.maximum(points.ys, _LEAST_RATE)])
+    begins = np.clip(np.arange(count) - window // 2, 0, count - window)
+    return replace(points, ys=window / (times[begins + window] - times[begins]))
 
 
-def _means(values: Sequence[float], keep: float) -> "array[float]":
+def _means(values: _Values, keep: float) -> _Values:
     """At each place the mean of the values so far, each step back weighing `keep` times as much."""
-    total = weight = 0.0
-    means = array("d")
-    for value in values:
-        total = keep * total + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        means.append(total / weight)
+    weights = 1 - keep ** np.arange(1, len(values) + 1)
+    sums = accumulate((1 - keep) * values, lambda total, value: keep * total + value)
+    means: _Values = np.fromiter(sums, float) / weights
     return means
-
-
-def _extremes(points: Points, num_parts: int) -> Iterator[int]:
-    """For each part of the range that has points the least and the greatest."""
-    first, span = points.xs[0], points.xs[-1] - points.xs[0] or 1.0
-    ys = points.ys
-    part, low, high = 0, 0, 0
-    for i, x in enumerate(points.xs):
-        here = min(int((x - first) / span * num_parts), num_parts - 1)
-        if here != part:
-            yield low
-            yield high
-            part, low, high = here, i, i
-        elif ys[i] < ys[low]:
-            low = i
-        elif ys[i] > ys[high]:
-            high = i
-    yield low
-    yield high
 
 
 MOST_RUNS = 6
@@ -278,7 +261,7 @@ def _small_figure(run: Run, column: str, title: str, colour: int, *, may_be_log:
     if not len(points):
         return ""
     curve = _drawn_through(run, points, title.lower(), colour, Look.LINE)
-    low, high = min(points.ys), max(points.ys)
+    low, high = float(points.ys.min()), float(points.ys.max())
     is_log = may_be_log and low > 0 and high / low > 100
     chart = Chart(title, (curve,), height=_SMALL_HEIGHT, from_zero=not is_log)
     return _figure(chart, is_log=is_log)
@@ -295,8 +278,8 @@ def _points(run: Run, column: str) -> Points:
 
 
 def _drawn_through(run: Run, points: Points, label: str, colour: int, look: Look) -> Curve:
-    times_s = run.metrics.training.time_s
-    return Curve(label, points.xs, [times_s[i] for i in points.places], points.ys, colour, look)
+    times_s = [run.metrics.training.time_s[i] for i in points.places]
+    return Curve(label, points.xs.tolist(), times_s, points.ys.tolist(), colour, look)
 
 
 def _loss_curves(run: Run, place: int, *, is_alone: bool, has_raw: bool) -> Iterator[Curve]:

@@ -225,6 +225,9 @@ _DATASET = re.compile(r"(hf:)([^,]+)(.*)")
 _FILE = re.compile(r"()(?!stdlib\Z|(?:python:)?[A-Za-z_][\w.]*:\w+\Z)(.+)()", re.DOTALL)
 _TOKENIZER = re.compile(r"()(?!(?:bytes|auto)\Z)(.+)()", re.DOTALL)
 
+Place = Callable[[tuple[str, str], str], str | None]
+"""Gives a new path for the path of a key; None leaves it as it is."""
+
 DATA_SOURCE = ("data", "source")
 PROFILES = ("plan", "profiles")
 
@@ -260,7 +263,7 @@ def with_absolute_paths(run: RunFile, base: Path) -> RunFile:
     return _with_places(run, placed)
 
 
-def _with_places(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
+def _with_places(run: RunFile, placed: Place) -> RunFile:
     """The run with each path as `placed` has it, those of mixtures, private data and profiles too."""
 
     def source(text: str) -> str:
@@ -335,7 +338,7 @@ def with_paths_of_machine(run: RunFile, here: Mapping[str, str]) -> RunFile:
     return _with_places(run, lambda key, text: here.get(text) if key in _READ_BY_ALL else None)
 
 
-def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | None]) -> RunFile:
+def _with_paths(run: RunFile, placed: Place) -> RunFile:
     """The run with each path as `placed` has it, or as it was where that is None."""
     for name, key in KEYS:
         text = getattr(getattr(run, name), key)
@@ -345,9 +348,7 @@ def _with_paths(run: RunFile, placed: Callable[[tuple[str, str], str], str | Non
     return run
 
 
-def _placed(
-    key: tuple[str, str], text: str, placed: Callable[[tuple[str, str], str], str | None]
-) -> str | None:
+def _placed(key: tuple[str, str], text: str, placed: Place) -> str | None:
     """A value with its path as `placed` has it; None if it has none, or that is to stay."""
     found = next(filter(None, (form.fullmatch(text) for form in KEYS[key])), None)
     path = None if found is None else placed(key, found[2])
