@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
+from bireme.cluster.cluster_file import save_cluster
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
 from bireme.train.captured_run import micro_batches
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
 from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead
-from bireme.train.rank_zero_setup import most_replicas
+from bireme.train.rank_zero_setup import most_replicas, with_kept_mode
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_profiles import gpt
 
@@ -93,3 +94,14 @@ def test_as_many_replicas_as_the_batch_can_be_divided_among(
 
     fitting = [width for width in range(2, most + 1) if is_divided(width)]
     assert most_replicas(run, most) == max(fitting, default=most)
+
+
+def test_the_planner_s_mode_is_kept_except_by_a_process_that_is_alone(tmp_path: Path) -> None:
+    """An average of one is itself: the run waited for another machine instead."""
+    folder, asked = RunFolder(tmp_path), load_run_file(None, ["sync.mode=auto", "sync.diloco_every=20"])
+    servers = wanted().cluster.servers
+    cases = ((2, "diloco", ["allreduce", "diloco"]), (1, "allreduce", ["allreduce", "auto"]))
+    for count, begun, modes in cases:
+        folder.write_run(load_run_file(None, [f"sync.mode={begun}"]))
+        save_cluster(Cluster(servers[:count]), folder.cluster)
+        assert [with_kept_mode(asked, folder, now).sync.mode for now in (1, 2)] == modes

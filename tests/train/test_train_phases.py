@@ -77,9 +77,9 @@ def test_a_pipeline_of_three_machines_goes_on_over_two(tmp_path: Path) -> None:
 
 
 @_ALL_ONLY
-@pytest.mark.parametrize("mode", ["allreduce", "quorum"])
+@pytest.mark.parametrize("mode", ["allreduce", "quorum", "groups", "diloco"])
 def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path, mode: str) -> None:
-    """Its phase is prepared beside the one that trains. In quorum it is one replica more."""
+    """Its phase is prepared beside the one that trains. Except in allreduce it is one replica more."""
     run = planned(tmp_path, mode, model=LARGER, data="")
     more = settings(training__steps=1_000_000, training__batch_size=24)
     with ExitStack() as stack:
@@ -98,8 +98,9 @@ def test_a_machine_that_comes_later_is_used_and_no_batch_is_lost(tmp_path: Path,
     first, second = (number for number, one in enumerate(log) if one["kind"] == "start")
     assert [len(log[one]["devices"]) for one in (first, second)] == [2, 3]
     trained = [one["step"] for one in log[:second] if one["kind"] == "train"]
-    assert log[second]["step"] == trained[-1]
-    if mode == "quorum":
+    # In groups a line of the log is of a batch of one replica, and the last few may come from the other one.
+    assert log[second]["step"] in range(trained[-1], trained[-1] + 1 + 3 * (mode == "groups"))
+    if mode != "allreduce":
         assert check_ledger(tmp_path / "runs" / "run" / "ledger.jsonl").is_whole
 
 

@@ -44,7 +44,7 @@ from bireme.train.prepare import (
     write_prepared,
 )
 from bireme.train.rendezvous import Environment
-from bireme.train.resume_checks import check_finds_checkpoints, check_rate, check_same_run
+from bireme.train.resume_checks import check_finds_checkpoints, check_none_left, check_rate, check_same_run
 from bireme.train.run_checkpoints import newest_state, start_name
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.planning import AUTO
@@ -216,8 +216,8 @@ def set_up_run(
         begun.restore(tell)
         named = begun.completed(named)
         check_finds_checkpoints(named, begun)
-        if is_mode_chosen and begun.is_begun:  # it keeps its mode, also if there are other devices now
-            named = with_agreement(named, begun.load_run().sync.mode, AUTO)
+        if is_mode_chosen and begun.is_begun:
+            named = with_kept_mode(named, begun, sum(map(len, nodes.values())))
     follows = wait is not None and begun is not None and environment.phase > 1
     state = None
     if not follows and (state := _newest(named, begun, environment, keepers, tell)) is None:
@@ -268,6 +268,16 @@ def set_up_run(
     plans_ahead = wait is not None and may_plan_ahead(kept)
     losses = _losses(kept, nodes, texts, is_mode_chosen=is_mode_chosen) if plans_ahead else ()
     return RunSetup(prepared, folder, checkpoint, places, threads, nodes, copies, losses)
+
+
+def with_kept_mode(run: RunFile, begun: RunFolder, num_processes: int) -> RunFile:
+    """The run with the mode that the planner chose when it was begun, also if there are other devices now. One
+    process trains alone: an average of one is itself. Once there are others, the planner chooses again.
+    """
+    if num_processes < 2:
+        return with_agreement(run, "allreduce", AUTO)
+    was_alone = read_cluster(begun.cluster).num_devices < 2
+    return run if was_alone else with_agreement(run, begun.load_run().sync.mode, AUTO)
 
 
 def _newest(
@@ -508,6 +518,7 @@ def _written(
 ) -> tuple[PreparedRun, RunFolder]:
     """The run with its folder, which has all that the other processes read."""
     if checkpoint is not None and begun is not None:
+        check_none_left(prepared.run, begun, step_after(checkpoint))
         check_same_run(
             checkpoint, begun, prepared.run, prepared.graph, prepared.data, prepared.identity, tell
         )
