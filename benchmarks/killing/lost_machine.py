@@ -1,4 +1,4 @@
-"""A pipeline of three machines of `bireme coordinate` loses one of them for good, and goes on over two.
+"""A pipeline of machines of `bireme coordinate` loses one of them for good, and goes on over the others.
 
 All machines are this one, over the loopback. All processes of the machine are killed at once, as a power cut
 does. The coordinator prints how long the parts of the recovery take; processor seconds and memory are those
@@ -14,21 +14,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.common.command import log
 from benchmarks.common.verdicts import Verdict, at_most, exactly
+from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
 
 MOST_S = 10.0
 """Until training goes on. What a machine loads here takes no time on a link."""
+MOST_BATCHES = 3.0
+"""Without training, where a batch takes some seconds."""
 PATIENCE_S = 300.0
 POLL_S = 0.02
-SETTLED_S = 20.0
-"""For plans that are made ahead."""
-BEFORE = 40
+SETTLED_S = 60.0
+"""At most, for plans that are made ahead."""
+OTHERS = ("blue", "green", "gray", "pink", "teal")
 _RUN = """format = 1
 
 [model]
@@ -40,7 +45,7 @@ length = 32
 
 [training]
 steps = 1000000
-batch_size = 8
+batch_size = {batch}
 evaluate_every = 0
 
 [cluster]
@@ -66,25 +71,26 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 class _Machines:
     """The commands of all machines, each in a session of its own, and what they have printed."""
 
-    def __init__(self, folder: Path, layers: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, layers: int, batch: int, num: int) -> None:
+        self._folder, self._num = folder, num
         texts = folder / "texts"
         texts.mkdir()
         (texts / "numbers.py").write_text(
             "".join(f"def add_{n}(value):\n    return {n}\n" for n in range(900))
         )
         self._run = folder / "run.toml"
-        self._run.write_text(_RUN.format(layers=layers, texts=texts, runs=folder / "runs"))
+        self._run.write_text(_RUN.format(layers=layers, batch=batch, texts=texts, runs=folder / "runs"))
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start the coordinator with its machine, and two others."""
-        self._start("red", "coordinate", str(self._run), "--listen", "127.0.0.1:0", "--machines", "3")
+        """Start the coordinator with its machine, and the others."""
+        many = ("--machines", str(self._num))
+        self._start("red", "coordinate", str(self._run), "--listen", "127.0.0.1:0", *many)
         self.wait_for("A machine that has joined before")
         lines = [
             line.split()[1:] for line in self.said("red").splitlines() if line.startswith("  bireme join")
         ]
-        for name, words in zip(("blue", "green"), lines, strict=True):
+        for name, words in zip(OTHERS[: self._num - 1], lines, strict=True):
             self._start(name, *words, "--name", name)
 
     def _start(self, name: str, *words: str) -> None:
@@ -109,12 +115,15 @@ class _Machines:
             self._check(ends_s)
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int) -> None:
-        """Until the log has that step."""
+    def batch_s(self, step: int) -> float:
+        """The median seconds of a batch up to that step, once the log has it."""
         ends_s, path = time.monotonic() + PATIENCE_S, self._folder / "runs" / "run" / "metrics.jsonl"
         while f'"kind": "train", "step": {step},' not in (path.read_text() if path.exists() else ""):
             self._check(ends_s)
             time.sleep(POLL_S)
+        log = read_json_lines(path, start="start").records.values()
+        times = [float(one["time_s"]) for one in log if one["kind"] == "train"]
+        return median(later - before for before, later in pairwise(times))
 
     def _check(self, ends_s: float) -> None:
         if time.monotonic() > ends_s or self._commands["red"].poll() is not None:
@@ -158,21 +167,23 @@ def _memory_bytes(pid: int) -> int:
 
 
 def lost_machine_rows(is_quick: bool) -> list[dict[str, Any]]:
-    """A model whose plan is found at once, and a larger one."""
-    return [_row(layers) for layers in ((4,) if is_quick else (4, 12))]
+    """A model whose plan is found at once, a larger one, and six machines with batches of some seconds."""
+    return [_row(4, 8, 3)] if is_quick else [_row(4, 8, 3), _row(12, 8, 3), _row(12, 192, 6)]
 
 
-def _row(layers: int) -> dict[str, Any]:
+def _row(layers: int, batch: int, num: int) -> dict[str, Any]:
     with TemporaryDirectory() as scratch:
-        machines = _Machines(Path(scratch), layers)
+        machines = _Machines(Path(scratch), layers, batch, num)
         try:
             machines.start()
-            machines.wait_for_step(BEFORE)
-            time.sleep(SETTLED_S)
+            batch_s = machines.batch_s(40 if num == 3 else 20)
+            plans, ends_s = Path(scratch) / "runs" / "run" / "plans", time.monotonic() + SETTLED_S
+            while len([*plans.glob("*.json")]) < num - 1 and time.monotonic() < ends_s:
+                time.sleep(1.0)
             memory = {
                 name: _memory_bytes(pid) for one, name, pid, _ in machines.processes() if one == "green"
             }
-            num_plans = len([*(Path(scratch) / "runs" / "run" / "plans").glob("*.json")])
+            num_plans = len([*plans.glob("*.json")])
             machines.kill("blue")
             killed_s, cpu_s = time.monotonic(), dict[str, float]()
             while "Phase 2 trains" not in machines.said("red"):
@@ -185,7 +196,10 @@ def _row(layers: int) -> dict[str, Any]:
             machines.close()
         row = {
             "layers": layers,
+            "machines": num,
+            "batch_s": batch_s,
             "again_s": again_s,
+            "again_batches": again_s / batch_s,
             "parts": sentence.partition("began to end: ")[2],
             **{f"cpu_s of {name}": own_s for name, own_s in cpu_s.items() if name.startswith("phase 2")},
             **{
@@ -202,6 +216,9 @@ def _row(layers: int) -> dict[str, Any]:
 def lost_machine_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
     """Whether training went on soon, by a plan that was made ahead."""
     for row in rows:
-        name = f"a machine of three is lost, {row['layers']} layers"
-        yield at_most(f"{name}: s until it trains again", row["again_s"], MOST_S)
-        yield exactly(f"{name}: plans made ahead", row["plans_ahead"], 2)
+        name = f"one of {row['machines']} machines is lost, {row['layers']} layers"
+        if row["machines"] == 3:
+            yield at_most(f"{name}: s until it trains again", row["again_s"], MOST_S)
+        else:
+            yield at_most(f"{name}: batches' time until it trains again", row["again_batches"], MOST_BATCHES)
+        yield exactly(f"{name}: plans made ahead", row["plans_ahead"], row["machines"] - 1)

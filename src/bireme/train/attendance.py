@@ -161,6 +161,8 @@ class Attendance(Interruptible):
         self._is_leaving = False
         self._leaves_s: float | None = None
         """Since when this machine waits for the run to go on without it."""
+        self.listens_at = address[0]
+        """An address at which others call this machine, or which shows that all are on one host."""
         self._answering: DoctorListener | None = None
         """Answers other machines of the run that check their lines to this one."""
         self._line_key = ""
@@ -230,7 +232,9 @@ class Attendance(Interruptible):
         `BiremeError` if the coordinator refuses this machine.
         """
         with suppress(BiremeError):  # lines to this machine are not measured
-            self._answering = DoctorListener(("", 0), self._key_of_lines, self._facts, lambda _: None)
+            self._answering = DoctorListener(
+                (self.listens_at, 0), self._key_of_lines, self._facts, lambda _: None
+            )
             self.offer = replace(self.offer, line_port=self._answering.port)
         try:
             if self._line is not None:

@@ -108,6 +108,7 @@ class Coordination(Interruptible):
         if takes_part:
             here = host if host.startswith("127.") else "127.0.0.1"
             self._attendance = Attendance((here, port), own, own.public, facts, facts.name, tell, out)
+            self._attendance.listens_at = host
             self._own_secret = self.tokens.pop().secret if self.tokens else ""
 
     def run(self) -> int:

@@ -271,8 +271,8 @@ def set_up_run(
 
 
 def with_kept_mode(run: RunFile, begun: RunFolder, num_processes: int) -> RunFile:
-    """The run with the mode that the planner chose when it was begun, also if there are other devices now. One
-    process trains alone: an average of one is itself. Once there are others, the planner chooses again.
+    """The run with the mode that the planner chose when it was begun, also on other devices. A process trains
+    alone if there is no other one: an average of one is itself. Then the planner chooses anew for several.
     """
     if num_processes < 2:
         return with_agreement(run, "allreduce", AUTO)
