@@ -31,7 +31,7 @@ MOST_BATCHES = 3.0
 """Without training, where a batch takes some seconds."""
 PATIENCE_S = 300.0
 POLL_S = 0.02
-SETTLED_S = 60.0
+SETTLED_S = 120.0
 """At most, for plans that are made ahead."""
 OTHERS = ("blue", "green", "gray", "pink", "teal")
 _RUN = """format = 1
@@ -54,7 +54,7 @@ workers = 1
 threads_per_worker = 1
 
 [checkpoint]
-every_steps = 20
+every_steps = {saves}
 
 [elastic]
 patience_s = 2.0
@@ -78,8 +78,9 @@ class _Machines:
         (texts / "numbers.py").write_text(
             "".join(f"def add_{n}(value):\n    return {n}\n" for n in range(900))
         )
+        numbers = {"layers": layers, "batch": batch, "saves": 20 if num == 3 else 5}
         self._run = folder / "run.toml"
-        self._run.write_text(_RUN.format(layers=layers, batch=batch, texts=texts, runs=folder / "runs"))
+        self._run.write_text(_RUN.format(**numbers, texts=texts, runs=folder / "runs"))
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -168,7 +169,7 @@ def _memory_bytes(pid: int) -> int:
 
 def lost_machine_rows(is_quick: bool) -> list[dict[str, Any]]:
     """A model whose plan is found at once, a larger one, and six machines with batches of some seconds."""
-    return [_row(4, 8, 3)] if is_quick else [_row(4, 8, 3), _row(12, 8, 3), _row(12, 192, 6)]
+    return [_row(4, 8, 3)] if is_quick else [_row(4, 8, 3), _row(12, 8, 3), _row(12, 768, 6)]
 
 
 def _row(layers: int, batch: int, num: int) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _row(layers: int, batch: int, num: int) -> dict[str, Any]:
         machines = _Machines(Path(scratch), layers, batch, num)
         try:
             machines.start()
-            batch_s = machines.batch_s(40 if num == 3 else 20)
+            batch_s = machines.batch_s(40 if num == 3 else 8)
             plans, ends_s = Path(scratch) / "runs" / "run" / "plans", time.monotonic() + SETTLED_S
             while len([*plans.glob("*.json")]) < num - 1 and time.monotonic() < ends_s:
                 time.sleep(1.0)
