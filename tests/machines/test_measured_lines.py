@@ -98,9 +98,8 @@ def test_a_machine_without_measured_lines_and_cards_faster_than_a_processor() ->
     cluster, sentence = cluster_of(
         [rated, Server("a", (CPU,)), Server("b", (CPU,))], [LineBetween(0, 1, fast)]
     )
-    assert "those of 1 are assumed to be as fast as the fastest." in sentence
+    assert sentence.startswith("The links of 1 of 3 machines are unknown; the plan assumes 1 Gbit/s")
     assert [server.cards[0].name for server in cluster.servers] == ["eth0", "measured", "assumed"]
     assert cluster.routes[0].link.bytes_per_s == MOST_BYTES_PER_S
-    assert cluster.bandwidth(0, 2) == 6e8
     slow, _ = cluster_of([rated, rated], [LineBetween(0, 1, MeasuredLine(1e8, 1e8, 1e-3))])
     assert {server.cards[0].link.bytes_per_s for server in slow.servers} == {1e8}

@@ -67,6 +67,18 @@ def test_a_run_begins_with_the_most_machines_at_once_and_with_the_least_after_a_
     assert Story(machines="abc").trains == (1, "abc")
 
 
+def test_a_run_waits_for_the_measurements_of_its_lines_and_not_for_long() -> None:
+    for seconds, is_measuring in ((1.0, False), (10.0, True)):
+        story = Story()
+        story.phases.is_measuring = True
+        story.come("abc")
+        story.turn(0.9)
+        assert story.trains == (0, "")
+        story.phases.is_measuring = is_measuring
+        story.turn(seconds)
+        assert story.trains == (1, "abc")
+
+
 def test_a_pipeline_that_loses_a_machine_goes_on_over_the_others() -> None:
     story = Story(machines="abc")
     story.progress(20)

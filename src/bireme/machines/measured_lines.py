@@ -60,6 +60,11 @@ class LineBetween:
     second: int
     line: MeasuredLine
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The numbers of both."""
+        return self.first, self.second
+
 
 _LINES = TypeAdapter(tuple[LineBetween, ...])
 

@@ -22,7 +22,7 @@ from bireme.cluster.cluster_file import load_cluster
 from bireme.cluster.machine import discover, num_cores
 from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
 from bireme.errors import BiremeError, tell
-from bireme.machines.measured_lines import LineBetween
+from bireme.machines.measured_lines import LineBetween, MeasuredLine
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
 from bireme.runtime.copies.keeper import KeeperAddress
@@ -91,26 +91,26 @@ by the processor while it is measured.
 """
 
 
-def _on_lines(server: Server, ends: Sequence[Link]) -> Server:
+def _on_lines(server: Server, lines: Sequence[MeasuredLine]) -> Server:
     """The machine with the card that its lines were measured to be, as it sees them. A rated card stays if
     nothing slower is on the way to the best of the other machines.
     """
-    out, into = max(one.bytes_per_s for one in ends), max(one.into_bytes_per_s for one in ends)
+    out, into = max(one.out_bytes_per_s for one in lines), max(one.in_bytes_per_s for one in lines)
     if server.cards and min(out, into) > min(_FAST_BYTES_PER_S, server.cards[0].link.bytes_per_s):
         return server
-    # A line has at least the latencies of both cards.
-    link = Link(out, min(one.latency_s for one in ends) / 2, back_bytes_per_s=into)
+    # A line has the latencies of both cards, so a card has at most half of the shortest.
+    link = Link(out, min(one.round_s for one in lines) / 4, back_bytes_per_s=into)
     return replace(server, cards=(Card(_MEASURED_CARD, tuple(range(len(server.devices))), link),))
 
 
-def _route(one: Server, other: Server, link: Link) -> Route:
-    """The line between two machines, besides their cards. One that is as fast as a processor carries is no
-    limit.
-    """
-    is_fast = min(link.bytes_per_s, link.into_bytes_per_s) > _FAST_BYTES_PER_S
-    left_s = max(link.latency_s - sum(server.cards[0].link.latency_s for server in (one, other)), 0.0)
-    own = Link(MOST_BYTES_PER_S, left_s) if is_fast else replace(link, latency_s=left_s)
-    return Route((one.name, other.name), own)
+def _route(one: Server, other: Server, line: MeasuredLine) -> Route:
+    """The line between two machines. If it is as fast as a processor carries, only its latency counts."""
+    cards_s = sum(server.cards[0].link.latency_s for server in (one, other))
+    out, into = line.out_bytes_per_s, line.in_bytes_per_s
+    if min(out, into) > _FAST_BYTES_PER_S:
+        out = into = MOST_BYTES_PER_S
+    link = Link(out, max(line.round_s / 2 - cards_s, 0.0), back_bytes_per_s=into)
+    return Route((one.name, other.name), link)
 
 
 def _slowed(server: Server, most_bytes_per_s: float) -> Server:
@@ -130,45 +130,31 @@ def cluster_of(servers: Sequence[Server], lines: Sequence[LineBetween] = ()) -> 
     """The cluster of these machines with the lines that were measured between them, and a sentence on what is
     not known about it.
 
-    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`, or if
-    others have measured lines, a card as fast as the fastest line.
+    Machines of one name get numbers. A machine whose network card is unknown gets `ASSUMED_LINK`.
     """
-    links = {
-        (one.first, one.second): Link(
-            one.line.out_bytes_per_s, one.line.round_s / 2, back_bytes_per_s=one.line.in_bytes_per_s
-        )
-        for one in lines
-    }
-    ends: dict[int, list[Link]] = {}
-    for (first, second), link in links.items():
-        turned = replace(link, bytes_per_s=link.into_bytes_per_s, back_bytes_per_s=link.bytes_per_s)
-        ends.setdefault(first, []).append(link)
-        ends.setdefault(second, []).append(turned)
-    named, unknown, usual = list[Server](), 0, ASSUMED_LINK
-    if links:
-        fastest = max(max(one.bytes_per_s, one.into_bytes_per_s) for one in links.values())
-        usual = Link(fastest, min(one.latency_s for one in links.values()) / 2)
+    named, unknown = list[Server](), 0
     for number, server in enumerate(servers):
         name, count = server.name, 2
         while name in {one.name for one in named}:
             name, count = f"{server.name}-{count}", count + 1
-        found = _on_lines(server, ends[number]) if number in ends else server
+        own = [one.line if one.first == number else one.line.turned for one in lines if number in one.ends]
+        found = _on_lines(server, own) if own else server
         if not found.cards:
-            card = Card(ASSUMED_CARD, tuple(range(len(found.devices))), usual)
+            card = Card(ASSUMED_CARD, tuple(range(len(found.devices))), ASSUMED_LINK)
             found, unknown = replace(found, cards=(card,)), unknown + 1
         named.append(replace(found, name=name))
-    routes = [_route(named[one], named[other], link) for (one, other), link in links.items()]
-    if links:
-        known = "The plan uses the lines between the machines as they were measured"
-        rest = f"; those of {unknown} are assumed to be as fast as the fastest" if unknown else ""
-        return Cluster(tuple(named), routes=tuple(routes)), f"{known}{rest}."
-    known = (
-        f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and 0.5 ms "
-        "between hosts"
-        if unknown
-        else "The plan uses the rated speed of the network cards for the links between machines"
-    )
-    return Cluster(tuple(named)), f"{known}. To measure them: bireme cluster probe, and cluster.source."
+    routes = tuple(_route(named[one.first], named[one.second], one.line) for one in lines)
+    if unknown:
+        known = f"The links of {unknown} of {len(named)} machines are unknown; the plan assumes 1 Gbit/s and "
+        known += "0.5 ms between hosts"
+    elif lines:
+        return Cluster(tuple(named), routes=routes), (
+            "The plan uses the lines between the machines as they were measured."
+        )
+    else:
+        known = "The plan uses the rated speed of the network cards for the links between machines"
+    how = "To measure them: bireme cluster probe, and cluster.source."
+    return Cluster(tuple(named), routes=routes), f"{known}. {how}"
 
 
 def ranks_on(cluster: Cluster, nodes: Mapping[str, Sequence[LaunchedProcess]]) -> list[int]:
