@@ -13,6 +13,7 @@ from bireme.balance import SlowStage
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
+from bireme.machines.orders import PHASE
 from bireme.plan.forecast import Forecast, StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
@@ -90,6 +91,16 @@ def test_shares_follow_by_themselves_where_replicas_are_on_unequal_devices() -> 
     assert mode_of(run_of(), plan, cluster_of(1, 1, 0.5, 0.5)) == "measured"
     assert mode_of(run_of(), plan, cluster_of(1, 0.5, 1, 0.5)) == "off", "stages differ there, not replicas"
     assert mode_of(run_of("balance.mode=off"), plan, cluster_of(1, 1, 0.5, 0.5)) == "off"
+
+
+def test_the_stages_of_machines_that_have_joined_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is slower than it says is named on the screen of the coordinator."""
+    cluster, one = cluster_of(1, 1), saved_plan(1, sizes=(1,)).plan
+    assert mode_of(run_of(), one, cluster) == "off"
+    monkeypatch.setenv(PHASE, "1")
+    assert mode_of(run_of(), one, cluster) == "measured"
+    assert mode_of(run_of("balance.mode=off"), one, cluster) == "off"
+    assert mode_of(run_of("sync.mode=quorum"), one, cluster) == "off"
 
 
 def test_memory_limits_shares_and_a_batch_that_it_cannot_hold_is_refused() -> None:

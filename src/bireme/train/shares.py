@@ -5,6 +5,7 @@ again and finds the same.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter
 from bireme.balance import Policy, ShareLimits, Shares, SlowStage, StageWatch, in_proportion, limits_of
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
+from bireme.machines.orders import phase_of
 from bireme.plan.forecast import StageForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
@@ -164,10 +166,15 @@ _MOST_GROWN = 256
 
 
 def mode_of(run: RunFile, plan: Plan, cluster: Cluster) -> _Mode:
-    """How shares follow speeds: by measuring, if replicas are on unequal devices and the run says nothing."""
+    """How shares follow speeds: by measuring, if replicas are on unequal devices and the run says nothing. So
+    are the stages of one replica on machines that have joined, which may be slower than was planned.
+    """
     if run.balance.mode is not None:
         return run.balance.mode
     if run.balance.batch == "grow":
+        return "measured"
+    has_joined = bool(phase_of(os.environ)) and run.sync.mode == "allreduce"
+    if has_joined and plan.width == 1 < len(plan.process_devices):
         return "measured"
     speeds = {placed.name: placed.device.speed for placed in cluster.devices()}
     is_unequal = any(len({speeds.get(name) for name in row}) > 1 for row in plan.devices)
