@@ -32,9 +32,9 @@ class Balancing(Table):
 
     mode: Literal["off", "start", "measured"] | None = Field(default=None, examples=["measured"])
     """off keeps the plan's shares; start measures every replica before the first step; measured lets shares
-    follow the speed of the replicas while they train; by default measured where devices of the plan's
-    replicas differ in speed, else off. With groups and diloco, off gives all replicas the same number of
-    batches, and shares follow speeds otherwise.
+    follow the speed of the replicas while they train; by default measured if devices of the plan's
+    replicas differ in speed, or if machines of bireme coordinate have one replica, else off. With groups and
+    diloco, off gives all replicas the same number of batches, and shares follow speeds otherwise.
     """
     batch: Literal["keep", "grow"] = "keep"
     """grow measures before the first step and sets training.batch_size to the samples that all replicas train
