@@ -11,18 +11,9 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.annealing import (
-    MoveState,
-    MoveTables,
-    recount,
-    shift,
-    state_of,
-    tables_of,
-    value_now,
-    weigh,
-)
+from bireme.placement.annealing_loops import LoadState, LoadTables, shift, state_of, tables_of, value_now
 from bireme.placement.anywhere import random_start
-from bireme.placement.contraction import FoundPlacement, Items, fits, loads_of, value_of
+from bireme.placement.contraction import FoundPlacement, Integers, Items, fits, loads_of, value_of
 from bireme.placement.workload import Objective
 
 _LEAST_GAIN = 1e-7
@@ -38,9 +29,9 @@ def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed
         start = random_start(items, random)
         if not fits(items, start):
             continue
-        state = state_of(items, tables, start, 0)
-        _descend(tables, state)
-        where = tuple(state.where.tolist())
+        places = np.array(start, np.int64)
+        _descend(tables, state_of(items, tables, places), places, items.supported)
+        where = tuple(places.tolist())
         found = FoundPlacement(where, value_of(loads_of(items, where), objective), 0.0)
         if best is None or found.value < best.value:
             best = found
@@ -54,7 +45,7 @@ def local_search(items: Items, objective: Objective, *, restarts: int = 10, seed
 
 
 @compiled
-def _descend(tables: MoveTables, state: MoveState) -> None:
+def _descend(tables: LoadTables, state: LoadState, where: Integers, supported: NDArray[np.bool_]) -> None:
     """Make the best move until none gains much.
 
     Only moves from or to a device with a largest load can gain at all.
@@ -63,27 +54,31 @@ def _descend(tables: MoveTables, state: MoveState) -> None:
     is_busiest = np.zeros(len(state.load), np.bool_)
     num_moves = 1
     while num_moves:
-        recount(tables, state)
         _mark_busiest(state, is_busiest)
         num_moves = 0
         best, best_item, best_target = value_now(state) * (1 - _LEAST_GAIN), 0, 0
-        for item in range(len(state.where)):
-            source = state.where[item]
+        for item in range(len(where)):
+            source = where[item]
             for target in range(num_targets):
                 if source == target or not (is_busiest[source] or is_busiest[target]):
                     continue
-                if _has_room(tables, state, item, target):
-                    weigh(tables, state, item, target)
-                    value = _value_if(state, source, target)
+                is_taken = target >= tables.num_accelerators or (
+                    supported[item] and state.held[target] + tables.size[item] <= tables.most_bytes
+                )
+                if is_taken:
+                    shift(tables, state, item, source, target)
+                    value = value_now(state)
+                    shift(tables, state, item, target, source)
                     if value < best:
                         best, best_item, best_target = value, item, target
                         num_moves = 1
         if num_moves:
-            shift(tables, state, best_item, best_target)
+            shift(tables, state, best_item, where[best_item], best_target)
+            where[best_item] = best_target
 
 
 @compiled
-def _mark_busiest(state: MoveState, is_busiest: NDArray[np.bool_]) -> None:
+def _mark_busiest(state: LoadState, is_busiest: NDArray[np.bool_]) -> None:
     """Mark the devices that have the largest load of a column."""
     is_busiest[:] = False
     for column in range(state.load.shape[1]):
@@ -93,23 +88,3 @@ def _mark_busiest(state: MoveState, is_busiest: NDArray[np.bool_]) -> None:
         for device in range(len(state.load)):
             if state.load[device, column] >= most:
                 is_busiest[device] = True
-
-
-@compiled
-def _has_room(tables: MoveTables, state: MoveState, item: int, target: int) -> bool:
-    if target >= tables.num_accelerators:
-        return True
-    return not tables.needs_cpu[item] and state.held[target] + tables.size[item] <= tables.most_bytes
-
-
-@compiled
-def _value_if(state: MoveState, source: int, target: int) -> float:
-    """The value with the loads of two devices as `trial` has them."""
-    value = 0.0
-    for column in range(state.load.shape[1]):
-        most = max(state.trial[0, column], state.trial[1, column])
-        for device in range(len(state.load)):
-            if device != source and device != target:
-                most = max(most, state.load[device, column])
-        value += most
-    return value

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.placers import local_search
 from bireme.compiled import IS_COMPILED
-from bireme.placement import annealing, ideals, latency_kernel, latency_search
+from bireme.placement import annealing_loops, ideals, latency_search
 from tests.support.compile_loops import compile_placement
 
 pytestmark = [
@@ -17,7 +17,7 @@ def test_each_loop_is_compiled_for_one_kind_of_arguments() -> None:
     compile_placement()
     loops = {
         loop.py_func: loop
-        for module in (annealing, local_search, ideals, latency_kernel, latency_search)
+        for module in (annealing_loops, local_search, ideals, latency_search)
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     }

@@ -16,8 +16,7 @@ from benchmarks.made_up.graphs import (
 from benchmarks.placers.local_search import local_search
 from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
-from bireme.placement import annealing
-from bireme.placement.annealing import blocks_of
+from bireme.placement import annealing_loops
 from bireme.placement.anywhere import greedy, improve, random_start
 from bireme.placement.contraction import FoundPlacement, Items, Weightless, fits, items_of, loads_of, value_of
 from bireme.placement.workload import Edge, Node, Objective, Workload
@@ -162,29 +161,18 @@ def test_loads_that_follow_moves_are_those_counted_afresh() -> None:
     random = Random(5)
     for workload, objective in drawn_workloads(20, seed=5):
         items = items_of(workload, contiguous=False)
-        tables = annealing.tables_of(items, objective)
-        state = annealing.state_of(
-            items, tables, [random.randrange(items.num_devices) for _ in range(len(items))], 0
-        )
+        tables = annealing_loops.tables_of(items, objective)
+        where = np.array([random.randrange(items.num_devices) for _ in range(len(items))], np.int64)
+        state = annealing_loops.state_of(items, tables, where)
         for _ in range(20):
             item, target = random.randrange(len(items)), random.randrange(items.num_devices)
-            if target != state.where[item]:
-                annealing.shift(tables, state, item, target)
-        loads = loads_of(items, state.where.tolist())
-        expected = loads if objective is Objective.FLUSH else loads.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(state.load, expected, atol=1e-9)
-        assert annealing.value_now(state) == pytest.approx(value_of(loads, objective))
-
-
-def test_blocks_of_each_level_part_the_items() -> None:
-    items = items_of(inception_like(3, Setting()), contiguous=False)
-    blocks = blocks_of(items, Random(0))
-    assert len(blocks.of) > 2
-    for level in blocks.of:
-        rows = [blocks.items[blocks.starts[b] : blocks.starts[b + 1]].tolist() for b in np.unique(level)]
-        assert sorted(item for row in rows for item in row) == list(range(len(items)))
-        for block, row in zip(np.unique(level), rows, strict=True):
-            assert (level[row] == block).all()
+            annealing_loops.shift(tables, state, item, where[item], target)
+            where[item] = target
+        again = annealing_loops.state_of(items, tables, where)
+        for followed, counted in zip(state, again, strict=True):
+            np.testing.assert_allclose(followed, counted, atol=1e-9)
+        expected = value_of(loads_of(items, where.tolist()), objective)
+        assert annealing_loops.value_now(state) == pytest.approx(expected)
 
 
 def test_greedy_fills_devices_to_the_lowest_level() -> None:

@@ -19,7 +19,6 @@ from bireme.placement.latency import (
     latency_lower_bound,
     latency_of,
     pieces_of,
-    steps_of,
 )
 from bireme.placement.latency_program import solve_latency
 from bireme.placement.latency_search import search_latency
@@ -151,16 +150,6 @@ def test_the_bound_is_never_above_the_best_latency() -> None:
     for _ in range(60):
         workload = random_workload(random, most_nodes=5)
         assert latency_lower_bound(workload) <= _best_by_force(workload, 1) + CLOSE
-
-
-def test_operators_without_time_and_size_join_a_neighbor() -> None:
-    workload = _workload([0, 1, 0, 1, 0], [(0, 1, 1), (1, 2, 1), (2, 3, 0.5), (3, 4, 1)])
-    assert steps_of(workload).members == ((1, 0, 2), (3, 4))
-
-
-def test_an_operator_stays_alone_where_its_output_costs_more_than_its_input() -> None:
-    workload = _workload([1, 0, 1, 1], [(0, 1, 0.5), (1, 2, 1), (1, 3, 1)])
-    assert len(steps_of(workload)) == 4
 
 
 @pytest.mark.slow

@@ -153,12 +153,6 @@ def test_a_start_may_number_equal_devices_in_any_way(solve: Solver) -> None:
         assert found.value == pytest.approx(4.5)
 
 
-def test_a_start_that_is_not_contiguous_is_refused_where_it_must_be() -> None:
-    items = items_for(solve_contiguous, chain([1.0, 1.0, 1.0]))
-    with pytest.raises(BiremeError, match="not contiguous"):
-        solve_contiguous(items, Objective.THROUGHPUT, time_limit_s=LONG_S, start=(0, 1, 0))
-
-
 @both
 def test_cpus_alone_take_everything_and_move_nothing(solve: Solver) -> None:
     items = items_for(solve, chain([1.0, 2.0, 3.0], cost=9.0, accelerators=0, cpus=2))
@@ -219,7 +213,9 @@ def check_bounds(seeds: range) -> int:
             for start in (found.where, None):
                 frame = frame_of(items, objective, start)
                 bound = spreading_bound(frame, time_limit_s=LONG_S)
-                assert frame.floor <= bound <= best * frame.scale * (1 + 1e-9)
+                # If no placement is better than the start, no bound on the better ones is wrong.
+                assert frame.floor <= bound
+                assert min(bound, frame.ceiling) <= best * frame.scale * (1 + 1e-9)
                 num_raised += bound > frame.floor * 1.001
     return num_raised
 
@@ -242,18 +238,6 @@ def test_a_bound_counts_the_lightest_of_more_heavy_items_than_devices() -> None:
 def test_a_bound_shares_work_out_between_accelerators_and_cpus() -> None:
     items = items_for(solve_any, chain([1.0] * 10, accelerators=3, cpus=1))
     assert simple_bound(items, Objective.THROUGHPUT) == pytest.approx(3.0)
-
-
-def test_a_program_takes_its_start_before_it_searches() -> None:
-    program, largest = hard_program()
-    start = np.zeros(program.num_columns)
-    start[:300:5] = 1.0
-    start[largest] = 1000.0
-    solved = program.solve(time_limit_s=0.0, start=start)
-    assert solved.outcome is SolverOutcome.STOPPED
-    assert solved.values is not None
-    assert solved.values[:300:5].min() == 1.0
-    assert solved.bound == -math.inf
 
 
 def test_a_program_without_integers_is_bounded_by_its_solution() -> None:
@@ -301,4 +285,4 @@ def test_without_the_solver_a_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(BiremeError, match="need the HiGHS solver: install it with pip install"):
-        solve(items_for(solve, chain([1.0, 2.0, 2.0])), Objective.THROUGHPUT, time_limit_s=LONG_S)
+        solve(items_for(solve, chain([5.0, 1.0, 4.0], cost=0.5)), Objective.THROUGHPUT, time_limit_s=LONG_S)

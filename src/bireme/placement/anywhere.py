@@ -6,33 +6,23 @@ better of the two, the integer program again.
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from math import isfinite
 from random import Random
 from time import monotonic
 
 import numpy as np
 
 from bireme.errors import BiremeError
-from bireme.placement.annealing import (
-    AnnealingScratch,
-    Heat,
-    MoveTables,
-    anneal,
-    blocks_of,
-    overflow,
-    state_of,
-    tables_of,
-)
+from bireme.placement.annealing import Annealing
+from bireme.placement.annealing_loops import Heat, Neighbors, anneal_loads, state_of, tables_of
 from bireme.placement.contiguous import ContiguousSplit, carried_over, cut_chain
 from bireme.placement.contraction import (
     FoundPlacement,
     Items,
+    Ragged,
     Weightless,
-    fits,
     items_of,
     placed,
     simple_bound,
@@ -40,45 +30,8 @@ from bireme.placement.contraction import (
 from bireme.placement.integer import solve_any
 from bireme.placement.workload import Objective, Workload
 
-# Good placements soon, where any placement will do: simulated annealing from simple starts.
-#
-# The first pass cools from where the loads are loose; those after it warm up the best placement a little and
-# cool again. Two tracks with numbers of their own run side by side. Nothing is proven, but for what counting
-# work alone tells.
-
-_NUM_TRACKS = 2
-
-_ARDOURS = (1.0, 3.0)
-"""By how much the temperatures of each track are higher."""
-
-_HEATS = (0.02, 0.004, 0.004, 0.004, 0.004)
-"""Temperatures that the passes begin at, as parts of the value. Each pass takes the same time."""
-
-_USUAL_ITEMS = 300
-"""For so many items the temperatures are used as they are; fewer are larger, each, and need more heat."""
-
-_COLD = 0.0003
-"""The temperature that each pass ends at."""
-
-_PRICE = 4.0
-"""What a whole memory too much costs at first, in values; it rises while memory lacks."""
-
-_FIRST_ANNEALING_MOVES = 200
-"""Of one temperature, where time limits, until it is known how long they take."""
-
-_MOST_MOVES = 5_000
-"""Of one temperature, where the number of moves is limited."""
-
-_LEAST_STEPS = 100
-"""Temperatures, where the number of moves is limited."""
-
-_SECONDS_AT_ONCE = 0.02
-"""Of one temperature, where time limits."""
-
-_SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
-"""Squarings of the norm in the first part of each pass, and in the last."""
-
-_ROUNDING = 1e-12
+_LARGEST_NET = 30
+"""A net of more items says little about which two of them belong together."""
 
 
 def improve(
@@ -90,145 +43,79 @@ def improve(
     seed: int = 0,
     num_moves: int | None = None,
 ) -> FoundPlacement:
-    """The best placement found in time, never worse than a start that fits; the order of items is not kept.
+    """The best placement found in time by annealing, never worse than a start that fits; the order of items
+    is not kept.
 
-    The objective is not latency, which `latency/` places for.
-
-    With `num_moves` so many moves are tried, however long it takes, and the result is always the same. The
-    search ends early at a value that is proven to be the best. Compiling the loops takes its own time, once
-    on a machine. Raises `BiremeError` where nothing that fits was found.
+    With `num_moves` that number of moves is tried, however long it takes, and the result is always the same.
+    The search ends early at a value that is proven to be the best. Raises `BiremeError` if no placement that
+    fits was found.
     """
-    pace = _Pace(time_limit_s, None if num_moves is None else num_moves // _NUM_TRACKS)
+    starts = [random_start(items, Random(seed))]
+    with suppress(BiremeError):
+        starts.append(greedy(items, objective).where)
+    if start is not None:
+        starts.append(tuple(start))
     bound = simple_bound(items, objective)
-    starts = _starts(items, objective, start, seed)
-    best = _best_that_fits(items, starts)
-    if items.num_devices > 1 and (best is None or best.value > bound * (1 + _ROUNDING)):
-        best = _best_that_fits(items, [*starts, *_search(items, objective, starts, bound, pace, seed)])
-    if best is None:
+    search = _LoadAnnealing(items, objective, seed)
+    search.run(
+        [np.array(one, np.int64) for one in starts],
+        time_limit_s=time_limit_s,
+        lower_bound=bound,
+        num_moves=num_moves,
+    )
+    if search.best_value == math.inf:
         raise BiremeError(
             f"No placement was found that fits: the operators take {items.size.sum():g} bytes, and "
             f"{items.num_accelerators} accelerators have {items.accelerator_bytes:g} each. Give the search "
             "more time, or more memory."
         )
-    return FoundPlacement(best.where, best.value, min(bound, best.value))
+    best = placed(items, objective, search.walk.best.tolist())
+    return replace(best, lower_bound=min(bound, best.value))
 
 
-def _starts(
-    items: Items, objective: Objective, start: Sequence[int] | None, seed: int
-) -> list[FoundPlacement]:
-    """A random placement, the greedy split of the items in their order, and what was given."""
-    starts = [placed(items, objective, random_start(items, Random(seed)))]
-    with suppress(BiremeError):
-        starts.append(greedy(items, objective))
-    if start is not None:
-        starts.append(placed(items, objective, start))
-    return starts
+class _LoadAnnealing(Annealing):
+    """Annealing of items by the loads of devices."""
 
+    hot = (0.1, 0.03)
+    cold = 1e-3
 
-def _best_that_fits(items: Items, candidates: Sequence[FoundPlacement]) -> FoundPlacement | None:
-    return min((one for one in candidates if fits(items, one.where)), key=lambda one: one.value, default=None)
+    def __init__(self, items: Items, objective: Objective, seed: int) -> None:
+        times = items.cpu_time if items.num_cpus else items.accelerator_time
+        super().__init__(_near(items), float(times.sum()), float(items.size.sum()), seed)
+        self._items = items
+        self._tables = tables_of(items, objective)
+        self.begin()
 
+    def begin(self) -> None:
+        """Count what the placement leads to."""
+        self._state = state_of(self._items, self._tables, self.walk.slots)
 
-class _Pace:
-    """How far a track is, by time or by moves."""
-
-    def __init__(self, time_limit_s: float, num_moves: int | None) -> None:
-        self.time_limit_s = time_limit_s
-        self.num_moves = num_moves
-        self.began = monotonic()
-        self.is_stopped = False
-
-    def forgive(self, since: float) -> None:
-        """Do not count the time since a moment."""
-        self.began += monotonic() - since
-
-    def progress(self, moves: int) -> float:
-        """From 0 to 1 and past it."""
-        if self.is_stopped:
-            return 1.0
-        if self.num_moves is not None:
-            return moves / max(1, self.num_moves)
-        return (monotonic() - self.began) / self.time_limit_s
-
-    def first_moves(self) -> int:
-        """How many moves to make at the first temperature."""
-        if self.num_moves is None:
-            return _FIRST_ANNEALING_MOVES
-        return max(1, min(_MOST_MOVES, self.num_moves // _LEAST_STEPS))
-
-    def moves_at_once(self, before: int, took_s: float) -> int:
-        """How many moves to make at one temperature, after so many that took so long."""
-        if self.num_moves is not None:
-            return self.first_moves()
-        return max(100, min(4 * before, int(before * _SECONDS_AT_ONCE / max(took_s, 1e-6))))
-
-
-def _search(
-    items: Items, objective: Objective, starts: list[FoundPlacement], bound: float, pace: _Pace, seed: int
-) -> list[FoundPlacement]:
-    """What the tracks find, each from one of the starts."""
-    unit = (_best_that_fits(items, starts) or starts[0]).value or 1.0
-    tables = tables_of(items, objective, unit=unit)
-    tracks = [
-        _Track(
-            items, tables, starts[-1 - number % len(starts)].where, seed * _NUM_TRACKS + number, bound / unit
-        )
-        for number in range(_NUM_TRACKS)
-    ]
-    before = monotonic()
-    tracks[0].anneal(Heat(0.0, _PRICE, 1), 1)
-    pace.forgive(before)
-    with ThreadPoolExecutor(_NUM_TRACKS) as pool:
-        runs = [pool.submit(track.run, pace) for track in tracks]
-        try:
-            return [placed(items, objective, run.result()) for run in runs]
-        finally:
-            # Reached early only by an interruption: the tracks then end without their time.
-            pace.is_stopped = True
-
-
-class _Track:
-    """One search: its arrays, and the numbers it draws."""
-
-    def __init__(
-        self, items: Items, tables: MoveTables, start: Sequence[int], seed: int, bound: float
-    ) -> None:
-        self.tables = tables
-        self.blocks = blocks_of(items, Random(seed))
-        self.state = state_of(items, tables, start, seed)
-        self.scratch = AnnealingScratch(
-            np.zeros_like(self.state.load), np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
-        )
-        self.goal = bound * (1 + _ROUNDING)
-        self.ardour = _USUAL_ITEMS / len(items) * _ARDOURS[seed % _NUM_TRACKS]
-
-    def anneal(self, heat: Heat, num_moves: int) -> None:
+    def anneal(self, heat: Heat, num_moves: int) -> float:
         """Try so many moves."""
-        anneal(self.tables, self.blocks, self.state, self.scratch, heat, num_moves)
+        return anneal_loads(self.near, self._tables, self._state, self.walk, heat, num_moves)
 
-    def run(self, pace: _Pace) -> Sequence[int]:
-        """Anneal as long as the pace allows; the best placement found, or the start where nothing fits."""
-        state = self.state
-        moves, at_once, number, price = 0, pace.first_moves(), 0, _PRICE
-        while (progress := pace.progress(moves)) < 1 and state.best_value[0] > self.goal:
-            if int(progress * len(_HEATS)) > number:
-                number = int(progress * len(_HEATS))
-                if isfinite(state.best_value[0]):
-                    state.where[:] = state.best
-            cooled = progress * len(_HEATS) % 1
-            cooling = (_COLD / _HEATS[number]) ** cooled
-            value = min(float(state.best_value[0]), float(state.load.max(axis=0).sum()))
-            heat = Heat(
-                value * self.ardour * _HEATS[number] * cooling,
-                value * price,
-                _SMOOTH if cooled < _SHARP_FROM else _SHARP,
-            )
-            began = monotonic()
-            self.anneal(heat, at_once)
-            moves += at_once
-            price = price * 2 if overflow(self.tables, state) else max(_PRICE, price * 0.9)
-            at_once = pace.moves_at_once(at_once, monotonic() - began)
-        return [int(device) for device in state.best]
+
+def _near(items: Items) -> Neighbors:
+    """Items that share a net, but the largest nets, are neighbors."""
+    before: list[set[int]] = [set() for _ in range(len(items))]
+    after: list[set[int]] = [set() for _ in range(len(items))]
+    for pins in map(items.pins.row, range(len(items.pins))):
+        for item in pins if len(pins) <= _LARGEST_NET else ():
+            before[item].update(pin for pin in pins if pin < item)
+            after[item].update(pin for pin in pins if pin > item)
+    numbers = np.arange(len(items) + 1, dtype=np.int64)
+    rows = [Ragged.of([sorted(row) for row in side]) for side in (before, after)]
+    return Neighbors(
+        numbers[:-1],
+        numbers,
+        numbers[:-1],
+        items.supported,
+        *(part for row in rows for part in (row.starts, row.values)),
+        num_pieces=1,
+        num_accelerated=items.num_accelerators,
+        num_slots=items.num_devices,
+        alone=0.7,
+    )
 
 
 HAS_SOLVER = find_spec("highspy") is not None

@@ -8,15 +8,15 @@ that of all placements that differ in the numbers of devices alone the search se
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.errors import BiremeError
 from bireme.placement.contraction import ROUNDING, Floats, FoundPlacement, Integers, Items, essential_edges
 from bireme.placement.program import (
     FULL_SCALE,
+    SOLVER_ROUNDING,
     Columns,
     CutNets,
     Frame,
@@ -48,10 +48,12 @@ _TIMES_LONGER = 5.0
 
 
 def spreading_bound(frame: Frame, *, time_limit_s: float) -> float:
-    """A value that no placement as good as the frame's start is below, contiguous or not.
+    """A value that no placement better than the frame's start is below, contiguous or not.
 
     In the scale of the frame and never below its `floor`, which it is where the time does not suffice.
     """
+    # With the start itself in it, the linear program has a solution.
+    frame = replace(frame, ceiling=frame.ceiling * (1 + 2 * SOLVER_ROUNDING))
     bound, left_s = frame.floor, time_limit_s
     for num_roots in _NUM_ROOTS:
         began = time.monotonic()
@@ -152,17 +154,13 @@ _BOUND_SHARE = 0.2
 
 
 class PlacementModel(ABC):
-    """An integer program for a frame, and what a placement is in it."""
+    """An integer program for the placements that are better than a frame's start."""
 
     program: IntegerProgram
 
     @abstractmethod
     def where_of(self, values: Floats) -> list[int] | None:
         """The placement that a solution stands for; None where rounding has spoilt it."""
-
-    @abstractmethod
-    def values_of(self, where: Sequence[int]) -> Floats:
-        """The columns for a placement."""
 
 
 def best_of(
@@ -174,15 +172,12 @@ def best_of(
     in time.
     """
     began = time.monotonic()
-    frame = frame.above(spreading_bound(frame, time_limit_s=_BOUND_SHARE * time_limit_s))
+    if not frame.is_settled():
+        frame = frame.above(spreading_bound(frame, time_limit_s=_BOUND_SHARE * time_limit_s))
     if frame.is_settled():
         return frame.found()
     model = model_of(frame)
-    solved = model.program.solve(
-        time_limit_s=time_limit_s - (time.monotonic() - began),
-        start=None if frame.start is None else model.values_of(frame.start.where),
-        target=frame.target,
-    )
+    solved = model.program.solve(time_limit_s=time_limit_s - (time.monotonic() - began), target=frame.target)
     return frame.found(solved, None if solved.values is None else model.where_of(solved.values))
 
 
@@ -216,26 +211,6 @@ class _AnyModel(PlacementModel):
     def where_of(self, values: Floats) -> list[int]:
         devices: list[int] = values[self.on].argmax(axis=1).tolist()
         return devices
-
-    def values_of(self, where: Sequence[int]) -> Floats:
-        # Equal devices are renumbered into the program's order.
-        renamed = self._in_order(where)
-        values = np.zeros(self.program.num_columns)
-        values[self.maxima] = self.frame.maxima_of(where)
-        values[self.on[np.arange(len(self.items)), renamed]] = 1.0
-        for group in self.nets:
-            group.complete(values)
-        return values
-
-    def _in_order(self, where: Sequence[int]) -> Integers:
-        """Devices of a kind renumbered by their first item, in the order of `rank`."""
-        accelerators = self.items.num_accelerators
-        new: dict[int, int] = {}
-        free = [iter(range(accelerators)), iter(range(accelerators, self.items.num_devices))]
-        for item in self.rank.tolist():
-            if where[item] not in new:
-                new[where[item]] = next(free[where[item] >= accelerators])
-        return np.array([new[device] for device in where], np.int64)
 
     def _may_be_on(self) -> Floats:
         kinds = (
@@ -318,10 +293,7 @@ def solve_contiguous(
     items: Items, objective: Objective, *, time_limit_s: float, start: Sequence[int] | None = None
 ) -> FoundPlacement:
     """The best contiguous placement; `start` must be contiguous. See `best_of`."""
-    frame = frame_of(items, objective, start)
-    if frame.start is not None:
-        _line_of(items, frame.start.where)  # refuses a start that is not contiguous
-    return best_of(frame, _ContiguousModel, time_limit_s=time_limit_s)
+    return best_of(frame_of(items, objective, start), _ContiguousModel, time_limit_s=time_limit_s)
 
 
 class _ContiguousModel(PlacementModel):
@@ -352,24 +324,6 @@ class _ContiguousModel(PlacementModel):
             slots[self.items.before.row(item)].max(initial=0) > slots[item] for item in range(len(slots))
         )
         return None if goes_back else numbers[slots].tolist()
-
-    def values_of(self, where: Sequence[int]) -> Floats:
-        line = _line_of(self.items, where)  # empty devices come after it
-        slot_of = {device: slot for slot, device in enumerate(line)}
-        slots = np.array([slot_of[device] for device in where])
-        is_cpu = [device >= self.items.num_accelerators for device in line]
-        free_cpus = self.num_cpus - sum(is_cpu)
-        is_cpu += [True] * free_cpus + [False] * (self.num_slots - len(line) - free_cpus)
-        values = np.zeros(self.program.num_columns)
-        values[self.maxima] = self.frame.maxima_of(where)
-        values[self.by] = slots[:, np.newaxis] <= np.arange(self.num_slots - 1)
-        values[self.is_cpu] = is_cpu
-        there = slots[:, np.newaxis] == np.arange(self.num_slots)
-        values[self.on_accelerator] = (there & ~np.array(is_cpu))[:, : self.on_accelerator.shape[1]]
-        values[self.on_cpu] = (there & np.array(is_cpu))[:, : self.on_cpu.shape[1]]
-        for group in self.nets:
-            group.complete(values)
-        return values
 
     def _add_order(self) -> Columns:
         """Columns that rise along the line and fall along the edges, in the windows the work leaves."""
@@ -428,17 +382,3 @@ class _ContiguousModel(PlacementModel):
             columns += [group.payers() for group in self.nets]
             factors += [group.prices(cost) for group in self.nets]
             self.program.add_rows(np.hstack(columns), np.concatenate(factors), upper=0.0)
-
-
-def _line_of(items: Items, where: Sequence[int]) -> list[int]:
-    """The devices in use, in an order that no edge leads back in."""
-    waits_for: dict[int, set[int]] = {device: set() for device in sorted(where)}
-    for item, device in enumerate(where):
-        waits_for[device].update(where[other] for other in items.before.row(item))
-    try:
-        return list(TopologicalSorter({own: all_ - {own} for own, all_ in waits_for.items()}).static_order())
-    except CycleError:
-        raise BiremeError(
-            "The placement to start from is not contiguous: some of its devices wait for each other in a "
-            "circle. Start from another one, or from none."
-        ) from None

@@ -14,9 +14,7 @@ numbers that the solver's tolerances are made for.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -28,7 +26,6 @@ from bireme.placement.latency import (
     LatencyFound,
     LatencySteps,
     latency_lower_bound,
-    latency_of,
     longest,
     steps_of,
 )
@@ -38,8 +35,8 @@ from bireme.placement.workload import Objective, Workload
 _SCALE = 100.0
 """What the largest latency and the memory of an accelerator are in the program."""
 
-_SLACK_IN_PROGRAM = 1e-6
-"""Relative: how far over the largest latency the program goes, so that a placement of just that is in it."""
+_LEAST_GAIN = 1e-7
+"""Relative: how much shorter than the latency that is known a placement must be to be in the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class _LatencyProgram:
         self.num_pieces = num_pieces
         self.num_places = steps.num_accelerators * num_pieces
         self.unit = _SCALE / window.most if window.most > 0 else 1.0
-        self.most = window.most * self.unit * (1 + _SLACK_IN_PROGRAM)
+        self.most = window.most * self.unit
         self.accelerator_time = steps.accelerator_time * self.unit
         self.cpu_time = steps.cpu_time * self.unit
         self.edges = essential_edges(steps.after)
@@ -80,16 +77,6 @@ class _LatencyProgram:
         self._add_times()
         self._add_paths()
         self._add_families()
-
-    def paths(self, values: Floats) -> Floats:
-        """What the columns `path` come to, at least, with these values of the others."""
-        times = np.where(values[self.accelerates] > 0.5, self.accelerator_time, self.cpu_time)
-        moved = (values[self.moves_in] + values[self.moves_out]).sum(axis=1) * self.nets.cost
-        moves = {(int(self.nets.source[net]), user): float(moved[net]) for net, user in self.nets.alone()}
-        paths = np.array(times)
-        for source, user in self.edges.tolist():
-            paths[user] = max(paths[user], paths[source] + moves.get((source, user), 0.0) + times[user])
-        return paths
 
     def _add_columns(self, least: float) -> None:
         program, num_steps, num_places = self.program, len(self.steps), self.num_places
@@ -252,121 +239,6 @@ def _nets_of(steps: LatencySteps, edges: Integers, unit: float) -> _Nets:
     return _Nets(np.array(sources, np.int64), np.array(costs, np.float64), in_pairs[:, 0], in_pairs[:, 1])
 
 
-# Between a placement and a solution of the integer program for the shortest latency: there and back.
-
-_ON_CPU = -1
-
-
-@dataclass(frozen=True, slots=True)
-class _LinePlacement:
-    """A placement of steps: the place in the line of each one's piece, and the accelerator of each place.
-
-    A step on a CPU has place -1.
-    """
-
-    places: tuple[int, ...]
-    accelerators: tuple[int, ...]
-
-    def devices(self, steps: LatencySteps) -> list[int]:
-        """The device of each step."""
-        return [
-            steps.num_accelerators if place == _ON_CPU else self.accelerators[place] for place in self.places
-        ]
-
-    def pieces(self) -> list[int]:
-        """The piece of each step: how many places in the line its accelerator has before."""
-        return [
-            0 if place == _ON_CPU else self.accelerators[:place].count(self.accelerators[place])
-            for place in self.places
-        ]
-
-
-def _line_of(program: _LatencyProgram, values: Floats) -> _LinePlacement:
-    """The placement that a solution stands for."""
-    if not program.num_places:
-        return _LinePlacement((_ON_CPU,) * len(program.steps), ())
-    within = np.argmax(values[program.closes] - values[program.opens], axis=1)
-    places = np.where(values[program.accelerates] > 0.5, within, _ON_CPU)
-    homes = np.arange(program.num_places)
-    if program.num_pieces > 1:
-        homes = np.argmax(values[program.homes], axis=1)
-    return _LinePlacement(tuple(places.tolist()), tuple(homes.tolist()))
-
-
-def _stand_in_line(
-    steps: LatencySteps, num_pieces: int, devices: Sequence[int], pieces: Sequence[int]
-) -> _LinePlacement:
-    """Pieces in a line such that nothing needs a later one; there must be such a line.
-
-    Accelerators are renamed: the first in the line is accelerator 0, and so on.
-    """
-    jobs = [
-        (device, piece) if device < steps.num_accelerators else (_ON_CPU, step)
-        for step, (device, piece) in enumerate(zip(devices, pieces, strict=True))
-    ]
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {job: set() for job in jobs}
-    for step, job in enumerate(jobs):
-        needs[job] |= {jobs[other] for other in steps.before.row(step)} - {job}
-        if job[0] != _ON_CPU:
-            needs[job] |= {other for other in needs if other[0] == job[0] and other[1] < job[1]}
-    in_line = [job for job in TopologicalSorter(needs).static_order() if job[0] != _ON_CPU]
-    names = list(dict.fromkeys(device for device, _ in in_line))
-    names += [device for device in range(steps.num_accelerators) if device not in names]
-    homes = [names.index(device) for device, _ in in_line]
-    for name in range(steps.num_accelerators):
-        homes += [name] * (num_pieces - homes.count(name))
-    places = tuple(_ON_CPU if job[0] == _ON_CPU else in_line.index(job) for job in jobs)
-    return _LinePlacement(places, tuple(homes))
-
-
-def _solution_of(program: _LatencyProgram, line: _LinePlacement, finish: Sequence[float]) -> Floats:
-    """The values of all columns for a placement in which each step is done at its `finish`."""
-    values = np.zeros(program.program.num_columns)
-    numbers = np.arange(program.num_places)
-    places = np.array(line.places)
-    opens = np.array(_gaps(program.steps, line.places))
-    closes = np.where(places == _ON_CPU, opens, places)
-    values[program.opens] = opens[:, np.newaxis] <= numbers
-    values[program.closes] = closes[:, np.newaxis] <= numbers
-    values[program.accelerates] = places != _ON_CPU
-    within = values[program.closes] - values[program.opens]
-    made_within = within[program.nets.source]
-    used_within, used_outside = np.zeros_like(made_within), np.zeros_like(made_within)
-    np.maximum.at(used_within, program.nets.pair_net, within[program.nets.pair_user])
-    np.maximum.at(used_outside, program.nets.pair_net, 1 - within[program.nets.pair_user])
-    values[program.moves_in] = used_within * (1 - made_within)
-    values[program.moves_out] = made_within * used_outside
-    moved = values[program.moves_in] + values[program.moves_out]
-    durations = program.accelerator_time @ within + program.nets.cost @ moved
-    done = np.array(finish) * program.unit
-    ends = np.zeros(program.num_places)
-    for place, home in enumerate(line.accelerators):
-        inside = done[places == place]
-        before = [ends[other] for other in range(place) if line.accelerators[other] == home]
-        ends[place] = inside[0] if len(inside) else max(before, default=0.0)
-    values[program.starts] = ends - durations
-    values[program.durations] = durations
-    values[program.done] = done
-    values[program.path] = program.paths(values)
-    values[program.latency] = done.max()
-    if program.num_pieces > 1:
-        values[program.homes] = np.eye(program.steps.num_accelerators)[list(line.accelerators)]
-        for step, place in enumerate(line.places):
-            if place != _ON_CPU:
-                home = line.accelerators[place]
-                values[program.family_homes[program.steps.family[step], home]] = 1.0
-    return values
-
-
-def _gaps(steps: LatencySteps, places: Sequence[int]) -> list[int]:
-    """For each step, how many places in the line are over once it has run: up to its own, or as it needs."""
-    gaps = [0] * len(places)
-    for step, place in enumerate(places):
-        needed = max((gaps[other] for other in steps.before.row(step)), default=0)
-        gaps[step] = needed if place == _ON_CPU else place + 1
-    return gaps
-
-
 # The shortest latency, by an integer program: proven where time allows, with a bound where it does not.
 #
 # It gives its answer back for nodes, with a value that was evaluated again. The program itself is in
@@ -391,13 +263,12 @@ def solve_latency(
         raise _nothing_fits(workload, num_pieces)
     if known is not None and known.value <= least:
         return replace(known, lower_bound=known.value)
-    window = _LatencyWindow(least, _longest(steps) if known is None else known.value)
-    program = _LatencyProgram(steps, num_pieces, window)
-    solution = None if known is None else _solution(workload, program, known)
-    solved = program.program.solve(time_limit_s=time_limit_s, start=solution)
+    most = _longest(steps) * (1 + _LEAST_GAIN) if known is None else known.value * (1 - _LEAST_GAIN)
+    program = _LatencyProgram(steps, num_pieces, _LatencyWindow(least, most))
+    solved = program.program.solve(time_limit_s=time_limit_s)
     found = [] if known is None else [known]
     if solved.values is not None:
-        better = _found(workload, steps, num_pieces, _line_of(program, solved.values))
+        better = _found(workload, program, solved.values)
         found += [] if better is None else [better]
     if not found:
         if solved.outcome is SolverOutcome.INFEASIBLE:
@@ -407,8 +278,8 @@ def solve_latency(
             "search has found."
         )
     best = min(found, key=lambda one: one.value)
-    bound = best.value if solved.outcome is SolverOutcome.INFEASIBLE else solved.bound / program.unit
-    bound = max(least, bound * (1 - _TOLERANCE))
+    is_best = solved.outcome is SolverOutcome.INFEASIBLE
+    bound = max(least, most if is_best else solved.bound / program.unit * (1 - _TOLERANCE))
     return replace(best, lower_bound=min(bound, best.value))
 
 
@@ -435,20 +306,21 @@ def _longest(steps: LatencySteps) -> float:
     return float(times + (steps.net_cost * num_moves).sum())
 
 
-def _solution(workload: Workload, program: _LatencyProgram, known: LatencyFound) -> Floats:
-    """What is known, as a solution. Nodes that joined another one are moved to it, which costs nothing."""
-    steps = program.steps
-    devices = [known.devices[places[0]] for places in steps.members]
-    pieces = [known.pieces[places[0]] for places in steps.members]
-    line = _stand_in_line(steps, program.num_pieces, devices, pieces)
-    finish = latency_of(workload, steps.spread(devices), steps.spread(pieces)).finish
-    return _solution_of(program, line, [finish[places[0]] for places in steps.members])
-
-
-def _found(
-    workload: Workload, steps: LatencySteps, num_pieces: int, line: _LinePlacement
-) -> LatencyFound | None:
-    """The placement for nodes; none where the solver's rounding was too coarse for it to run."""
-    devices, pieces = steps.spread(line.devices(steps)), steps.spread(line.pieces())
+def _found(workload: Workload, program: _LatencyProgram, values: Floats) -> LatencyFound | None:
+    """The placement that a solution stands for; none if it cannot run, for the solver rounds."""
+    steps, num_pieces = program.steps, program.num_pieces
+    places = np.zeros(len(steps), np.int64)
+    homes = np.arange(program.num_places)
+    if program.num_places:
+        places = np.argmax(values[program.closes] - values[program.opens], axis=1)
+        homes = np.argmax(values[program.homes], axis=1) if num_pieces > 1 else homes
+    # The piece of a place is how many places in the line its accelerator has before.
+    runs = [(home, homes[:place].tolist().count(home)) for place, home in enumerate(homes.tolist())]
+    on_accelerator = values[program.accelerates] > 0.5
+    of_steps = [
+        runs[place] if is_there else (steps.num_accelerators, 0)
+        for place, is_there in zip(places.tolist(), on_accelerator.tolist(), strict=True)
+    ]
+    devices, pieces = (steps.spread(of) for of in zip(*of_steps, strict=True))
     verdict = check(workload, devices, Objective.LATENCY, num_pieces=num_pieces, pieces=pieces)
     return LatencyFound(devices, pieces, verdict.value, 0.0) if verdict.valid else None

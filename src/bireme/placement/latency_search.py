@@ -5,14 +5,14 @@ proven but the combinatorial bound.
 """
 
 import math
-import time
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
+from bireme.placement.annealing import Annealing
+from bireme.placement.annealing_loops import Heat, Neighbors, anneal_steps, step_tables
 from bireme.placement.contraction import Floats, Integers, Ragged, circles, in_order, turned, walk_in_depth
 from bireme.placement.latency import (
     LatencyFound,
@@ -22,8 +22,10 @@ from bireme.placement.latency import (
     steps_of,
     times_left,
 )
-from bireme.placement.latency_kernel import CIRCLE, CPU, anneal, energy_of, scratch_for, wiring_of
 from bireme.placement.workload import Workload
+
+_CPU = -1
+"""In place of a slot, for all that is on a CPU."""
 
 # The best cut of a line of blocks into pieces, and CPU work between them, if all ran one after the other.
 #
@@ -103,7 +105,7 @@ def _cuts(
                 if total < best[place, end]:
                     best[place, end] = total
                     begin[place, end] = first
-    where = np.full(num_blocks, CPU, np.int64)
+    where = np.full(num_blocks, _CPU, np.int64)
     if best[num_places, num_blocks] == np.inf:
         where[:] = -2
         return where
@@ -130,7 +132,7 @@ def _cuts(
 def _starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
     """The slots of each step; all on CPUs and all on one accelerator are the first, where there are such."""
     if steps.num_cpus:
-        yield np.full(len(steps), CPU, np.int64)
+        yield np.full(len(steps), _CPU, np.int64)
     if not steps.num_accelerators:
         return
     blocks = _blocks(steps)
@@ -161,7 +163,7 @@ def _series(steps: LatencySteps, num_pieces: int, blocks: list[list[int]]) -> It
     for pieces in sorted({1, num_pieces}):
         places = _in_series(steps, steps.num_accelerators * pieces, blocks, steps.room / pieces)
         if places is not None:
-            stretch = np.where(places == CPU, CPU, places // pieces * num_pieces + places % pieces)
+            stretch = np.where(places == _CPU, _CPU, places // pieces * num_pieces + places % pieces)
             yield stretch.astype(np.int64)
 
 
@@ -218,10 +220,10 @@ class _Fill:
     def slots(self, order: list[int], *, most_time: float, most_bytes: float) -> Integers:
         """What is left over goes to a CPU, or else to the last slot."""
         steps = self.steps
-        slots = np.full(len(steps), CPU, np.int64)
+        slots = np.full(len(steps), _CPU, np.int64)
         # The last place in the order that some path to a step went through and left.
         left_behind = [-1] * len(steps)
-        place_of = {slot: place for place, slot in enumerate(order)} | {CPU: -1}
+        place_of = {slot: place for place, slot in enumerate(order)} | {_CPU: -1}
         times, sizes = [0.0] * len(order), [0.0] * steps.num_accelerators
         current = 0
         for block in self.blocks:
@@ -239,7 +241,7 @@ class _Fill:
                 times[current] += time
                 sizes[order[current] // self.num_pieces] += size
             else:
-                self._enter(block, CPU if steps.num_cpus else order[-1], slots, left_behind, place_of)
+                self._enter(block, _CPU if steps.num_cpus else order[-1], slots, left_behind, place_of)
         return slots
 
     def _enter(
@@ -256,13 +258,13 @@ class _Fill:
                     left_behind[producer] if other == slot else max(left_behind[producer], place_of[other])
                 )
                 left_behind[step] = max(left_behind[step], behind)
-            goes &= slot == CPU or left_behind[step] < place_of[slot]
+            goes &= slot == _CPU or left_behind[step] < place_of[slot]
         return goes
 
 
 def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integers:
     """Families in the order of their first steps, cut into parts of equal work; backward returns to them."""
-    slots = np.full(len(steps), CPU, np.int64)
+    slots = np.full(len(steps), _CPU, np.int64)
     share = float(steps.accelerator_time.sum()) / parts or 1.0
     work = 0.0
     for family in range(len(steps.families)):
@@ -272,32 +274,14 @@ def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integer
             slots[row] = min(parts - 1, int((work - 1e-9 * share) / share)) * num_pieces
     devices: list[int] = slots.tolist()
     before = [steps.before.row(step) for step in range(len(steps))]
-    for device in set(devices) - {CPU}:
+    for device in set(devices) - {_CPU}:
         for step, times in times_left(range(len(steps)), before, devices, device).items():
             slots[step] = device + min(times, num_pieces - 1)
     return slots
 
 
 _NUM_ROUNDS = 16
-"""So often a placement is annealed, from every kind of start in turn, where time allows."""
-
-_MOVES_PER_STEP = 600
-_LEAST_MOVES = 6_000
-"""In one round."""
-
-_NUM_BLOCKS = 30
-"""A round is annealed in so many parts; between two of them the clock is looked at."""
-
-_HOT = (0.05, 0.01, 0.002)
-"""Where rounds begin, relative to the best latency known; they take turns."""
-
-_COLD = 1e-5
-
-_DEARER, _CHEAPER = 1.25, 0.9
-"""What the price of a byte without room is multiplied by, after a part that ended without room or with it."""
-
-_PROVEN = 1e-12
-"""Relative: so near the lower bound, only rounding is left."""
+"""So often a placement is annealed, from every kind of start in turn, if time allows."""
 
 
 def search_latency(
@@ -307,95 +291,52 @@ def search_latency(
 
     The same workload and seed give the same placement, unless the time is over before the search is.
     """
-    deadline = time.monotonic() + time_limit_s
     lower_bound = latency_lower_bound(workload)
-    search = _Search(steps_of(workload), num_pieces, seed)
-    search.run(deadline, lower_bound)
-    if search.best_latency == math.inf:
+    steps = steps_of(workload)
+    search = _StepAnnealing(steps, num_pieces, seed)
+    starts: list[Integers] = []
+    for slots in _starts_of(steps, num_pieces):
+        placed = np.where(slots == _CPU, steps.num_accelerators * num_pieces, slots)
+        if not any(np.array_equal(placed, other) for other in starts):
+            starts.append(placed)
+    search.run(starts, time_limit_s=time_limit_s, lower_bound=lower_bound, num_rounds=_NUM_ROUNDS)
+    if search.best_value == math.inf:
         raise BiremeError(
             f"The search found no placement that fits: {workload.num_accelerators} accelerators of "
             f"{workload.accelerator_bytes:g} bytes, with {num_pieces} pieces each, and no CPU. More time may "
             "help, or the integer program, which also tells if there is none."
         )
-    return search.found(workload, lower_bound)
+    devices, pieces = (steps.spread(of.tolist()) for of in np.divmod(search.walk.best, num_pieces))
+    value = latency_of(workload, devices, pieces).latency
+    return LatencyFound(devices, pieces, value, min(lower_bound, value))
 
 
-class _Search:
-    """The best placement so far, as a slot for each step."""
+class _StepAnnealing(Annealing):
+    """Annealing of steps by the latency."""
 
     def __init__(self, steps: LatencySteps, num_pieces: int, seed: int) -> None:
-        self.steps = steps
-        self.wiring = wiring_of(steps, num_pieces)
-        self.scratch = scratch_for(self.wiring)
-        self.state: NDArray[np.int64] = np.array([(seed * 7919 + 12345) % 2147483646 + 1], np.int64)
-        self.best: Integers = np.zeros(len(steps), np.int64)
-        self.best_latency = math.inf
-        self.starts: list[Integers] = []
-        times = self.wiring.cpu_time if steps.num_cpus else self.wiring.accelerator_time
-        self.scale = float(times.sum())
-        self.usual_price = self.scale / (float(self.wiring.size.sum()) or 1.0)
-        self.excess_price = self.usual_price
+        num_accelerated = steps.num_accelerators * num_pieces
+        near = Neighbors(
+            steps.family,
+            steps.families.starts,
+            steps.families.values,
+            steps.can_accelerate,
+            steps.before.starts,
+            steps.before.values,
+            steps.after.starts,
+            steps.after.values,
+            num_pieces,
+            num_accelerated,
+            num_accelerated + (steps.num_cpus > 0),
+            0.3,
+        )
+        times = steps.cpu_time if steps.num_cpus else steps.accelerator_time
+        super().__init__(near, float(times.sum()), float(steps.size.sum()), seed)
+        self._tables = step_tables(steps, num_pieces)
 
-    def run(self, deadline: float, lower_bound: float) -> None:
-        """Look at all starts, then anneal the better ones, and the best over and over."""
-        ranked = sorted((self._consider(start), number) for number, start in enumerate(self._all_starts()))
-        # Pieces in a circle are a last resort: from there, annealing only wanders until it is out.
-        runs = [number for energy, number in ranked if energy < math.inf]
-        starts = [self.starts[number] for number in runs or range(len(ranked))]
-        for number in range(_NUM_ROUNDS):
-            if time.monotonic() > deadline or self.best_latency <= lower_bound * (1 + _PROVEN):
-                return
-            again = self.best_latency < math.inf and number % 2
-            start = self.best if again or number // 2 >= len(starts) else starts[number // 2]
-            self._anneal(start.copy(), _HOT[number % len(_HOT)], deadline)
+    def begin(self) -> None:
+        """All is counted afresh for every move."""
 
-    def found(self, workload: Workload, lower_bound: float) -> LatencyFound:
-        """The best placement, for nodes."""
-        num_pieces = self.wiring.num_pieces
-        devices = np.where(self.best == CPU, self.steps.num_accelerators, self.best // num_pieces)
-        pieces = np.where(self.best == CPU, 0, self.best % num_pieces)
-        of_nodes = self.steps.spread(devices.tolist())
-        in_pieces = self.steps.spread(pieces.tolist())
-        value = latency_of(workload, of_nodes, in_pieces).latency
-        return LatencyFound(of_nodes, in_pieces, value, min(lower_bound, value))
-
-    def _all_starts(self) -> list[Integers]:
-        for slots in _starts_of(self.steps, self.wiring.num_pieces):
-            if not any(np.array_equal(slots, other) for other in self.starts):
-                self.starts.append(slots)
-        return self.starts
-
-    def _consider(self, slots: Integers) -> float:
-        energy = float(energy_of(self.wiring, slots, self.scratch, self.excess_price))
-        latency = float(self.scratch.duration[-1])
-        if latency != CIRCLE and self.scratch.used[-1] == 0 and latency < self.best_latency:
-            self.best_latency = latency
-            self.best[:] = slots
-        return energy
-
-    def _anneal(self, slots: Integers, hot: float, deadline: float) -> None:
-        num_moves = max(_LEAST_MOVES, _MOVES_PER_STEP * len(self.steps)) // _NUM_BLOCKS
-        scale = min(self.best_latency, self.scale) or 1.0
-        cooling = (_COLD / hot) ** (1 / _NUM_BLOCKS)
-        for block in range(_NUM_BLOCKS):
-            if time.monotonic() > deadline:
-                return
-            warm = hot * cooling**block * scale
-            self.best_latency = float(
-                anneal(
-                    self.wiring,
-                    slots,
-                    self.best,
-                    self.scratch,
-                    self.state,
-                    num_moves,
-                    warm,
-                    warm * cooling,
-                    self.excess_price,
-                    self.best_latency,
-                )
-            )
-            # Annealing goes along the border of what fits: to where the price keeps it from both sides.
-            energy_of(self.wiring, slots, self.scratch, self.excess_price)
-            price = self.excess_price * (_DEARER if self.scratch.used[-1] > 0 else _CHEAPER)
-            self.excess_price = min(max(price, self.usual_price / 100), self.usual_price * 1000)
+    def anneal(self, heat: Heat, num_moves: int) -> float:
+        """Try so many moves."""
+        return anneal_steps(self.near, self._tables, self.walk, heat, num_moves)

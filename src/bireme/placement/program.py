@@ -24,7 +24,6 @@ from bireme.placement.contraction import (
     Items,
     each_maximum,
     fits,
-    loads_of,
     placed,
     runs_on_accelerator,
     simple_bound,
@@ -138,22 +137,16 @@ class IntegerProgram:
         """No entry of the first is above its counterpart in the second."""
         self.add_rows(beside(large, small), [1.0, -1.0], lower=0.0)
 
-    def solve(
-        self, *, time_limit_s: float, start: ArrayLike | None = None, target: float = -np.inf
-    ) -> _Solved:
+    def solve(self, *, time_limit_s: float, target: float = -np.inf) -> _Solved:
         """Search until solution and bound meet, or time is over.
 
-        A solution that costs less than `target` ends the search too, and proves nothing.
-        `start` has a value for every column; where it is feasible, what comes back is not worse. Ctrl-C
-        stops the search and is raised again.
+        A solution that costs less than `target` ends the search too, and proves nothing. Ctrl-C stops the
+        search and is raised again.
         """
         solver = self._solver()
         solver.setOptionValue("time_limit", max(0.0, time_limit_s))
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("objective_target", target)
-        if start is not None:
-            numbers = np.arange(self._num_columns, dtype=np.int32)
-            solver.setSolution(self._num_columns, numbers, np.asarray(start, np.float64))
         _run(solver)
         has_integers = any(part.is_integer.any() for part in self._column_parts)
         return _solved(solver, has_integers=has_integers)
@@ -297,7 +290,7 @@ def _solved(solver: "highspy.Highs", *, has_integers: bool) -> _Solved:
 FULL_SCALE = 1000.0
 """What a known value, and the memory of an accelerator, are in the solver's numbers."""
 
-ROUNDING = 1e-8
+SOLVER_ROUNDING = 1e-8
 """The share of a bound that the solver's tolerances may have added to it."""
 
 
@@ -305,9 +298,9 @@ ROUNDING = 1e-8
 class Frame:
     """A problem in the solver's scale. Rows of the times and costs are the maxima that the objective adds up.
 
-    `ceiling` is the value of `start`, infinite where none is known: no device has more than that in all, so
-    `on_accelerator` and `on_cpu` tell which items can be where in a placement that is as good. `floor` is a
-    proven bound, and no load is above `most`.
+    `ceiling` is a hair below the value of `start`, infinite where none is known: in a better placement no
+    device has more than that in all, and `on_accelerator` and `on_cpu` tell which items can be where. `floor`
+    is a proven bound, and no load is above `most`.
     """
 
     items: Items
@@ -331,23 +324,21 @@ class Frame:
             program.add_rows(maxima[np.newaxis, :], 1.0, upper=self.ceiling)
         return maxima
 
-    def maxima_of(self, where: Sequence[int]) -> Floats:
-        """What those columns are for a placement."""
-        largest: Floats = each_maximum(loads_of(self.items, where), self.objective).max(axis=1)
-        return largest * self.scale
-
     def above(self, floor: float) -> "Frame":
         """The same with a higher floor, in its scale."""
         return replace(self, floor=max(floor, self.floor))
 
     def is_settled(self) -> bool:
-        """Whether the floor alone shows that the start is the best placement."""
-        return self.start is not None and self.start.value * self.scale <= self.target
+        """Whether the start is known to be the best placement: by the floor, or because a better one has no
+        device for some item.
+        """
+        is_proven = self.start is not None and self.start.value * self.scale <= self.target
+        return is_proven or (self.start is not None and not (self.on_accelerator | self.on_cpu).all())
 
     @property
     def target(self) -> float:
         """A value, in its scale, that the floor shows to be the best."""
-        return self.floor / (1 - ROUNDING)
+        return self.floor / (1 - SOLVER_ROUNDING)
 
     def found(self, solved: _Solved | None = None, where: Sequence[int] | None = None) -> FoundPlacement:
         """The better one of the start and what the solver found, with a bound that holds for all."""
@@ -363,8 +354,10 @@ class Frame:
                 "The integer program found no placement within its time limit. Give it more time, or a "
                 "placement to start from."
             )
-        if solved is not None and math.isfinite(solved.bound):
-            floor = max(floor, solved.bound * (1 - ROUNDING))
+        if solved is None or solved.outcome is SolverOutcome.INFEASIBLE:
+            floor = max(floor, self.ceiling)  # none is better than the start
+        elif math.isfinite(solved.bound):
+            floor = max(floor, solved.bound * (1 - SOLVER_ROUNDING))
         return FoundPlacement(best.where, best.value, min(floor / self.scale, best.value))
 
 
@@ -379,7 +372,7 @@ def frame_of(items: Items, objective: Objective, start: Sequence[int] | None) ->
     most = float(np.maximum(on_accelerator, on_cpu).sum() + items.net_cost.sum())
     reference = most if known is None else known.value
     scale = FULL_SCALE / reference if reference > 0 else 1.0
-    ceiling = math.inf if known is None else known.value * scale * (1 + ROUNDING / 10)
+    ceiling = math.inf if known is None else known.value * scale * (1 - SOLVER_ROUNDING)
     return Frame(
         items=items,
         objective=objective,
@@ -444,13 +437,6 @@ class CutNets:
     def prices(self, net_cost: Floats) -> Floats:
         """What it pays for each of them."""
         return np.concatenate([net_cost[self.numbers], -net_cost[self.numbers[: len(self.low)]]])
-
-    def complete(self, values: Floats) -> None:
-        """Set the columns of the cuts, where those of the pins are set."""
-        pins = values[self.pins]
-        high, low = pins.max(axis=1), pins.min(axis=1)
-        values[self.high] = high if len(self.low) else high - low
-        values[self.low] = low[: len(self.low)]
 
 
 def cut_nets(program: IntegerProgram, items: Items, on: Columns) -> list[CutNets]:
