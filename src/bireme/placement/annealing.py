@@ -29,17 +29,17 @@ _PROVEN = 1e-12
 class Annealing(ABC):
     """The search for a better placement, from some starts."""
 
-    hot = (0.05, 0.01, 0.002)
+    hot: tuple[float, ...] = (0.05, 0.01, 0.002)
     """Where rounds begin, relative to the best value known; they take turns."""
     cold = 1e-5
     """Where they end."""
 
     def __init__(self, near: Neighbors, usual_value: float, num_bytes: float, seed: int) -> None:
         count = len(near.family)
-        zeros = [np.zeros(count, np.int64) for _ in range(5)]
+        slots, best, moved, old, marks = (np.zeros(count, np.int64) for _ in range(5))
         random = np.array([(seed * 7919 + 12345) % 2147483646 + 1], np.int64)
         self.near = near
-        self.walk = Walk(*zeros[:2], np.array([math.inf]), np.zeros(2), *zeros[2:], random)
+        self.walk = Walk(slots, best, np.array([math.inf]), np.zeros(2), moved, old, marks, random)
         self._usual_value = usual_value or 1.0
         self._usual_price = self._price = self._usual_value / (num_bytes or 1.0)
 

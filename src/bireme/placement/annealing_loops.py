@@ -212,7 +212,7 @@ def _move_side(near: Neighbors, walk: Walk, part: int, target: int, ahead: bool)
 @compiled
 def _accepted(walk: Walk, energy: float, changed: float, temperature: float) -> bool:
     """Whether to stay where a move has led."""
-    return changed <= energy - temperature * np.log(max(_random(walk), 1e-12))
+    return changed <= energy - temperature * math.log(max(_random(walk), 1e-12))
 
 
 @compiled
@@ -287,7 +287,7 @@ def state_of(items: Items, tables: LoadTables, where: Integers) -> LoadState:
     load = loads_of(items, where.tolist())
     if tables.net_cost.shape[1] == 1:
         load = load.sum(axis=1, keepdims=True)
-    held = np.bincount(where, items.size, items.num_devices)
+    held = np.bincount(where, items.size, items.num_devices).astype(np.float64)
     return LoadState(pins_on, np.ascontiguousarray(load), held)
 
 
@@ -353,7 +353,7 @@ def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, price: fl
         for _ in range(_SQUARINGS):
             powers = math.sqrt(powers)
         total += most * powers
-    return total
+    return float(total)
 
 
 @compiled
@@ -492,7 +492,7 @@ def _latency(near: Neighbors, tables: _StepTables, slots: Integers) -> float:
             if waiting[job + 1] == 0:
                 queue[num_ready] = job + 1
                 num_ready += 1
-    return latency if done == num_jobs else _CIRCLE
+    return float(latency) if done == num_jobs else _CIRCLE
 
 
 @compiled

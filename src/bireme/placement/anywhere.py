@@ -104,13 +104,16 @@ def _near(items: Items) -> Neighbors:
             before[item].update(pin for pin in pins if pin < item)
             after[item].update(pin for pin in pins if pin > item)
     numbers = np.arange(len(items) + 1, dtype=np.int64)
-    rows = [Ragged.of([sorted(row) for row in side]) for side in (before, after)]
+    lower, higher = (Ragged.of([sorted(row) for row in side]) for side in (before, after))
     return Neighbors(
         numbers[:-1],
         numbers,
         numbers[:-1],
         items.supported,
-        *(part for row in rows for part in (row.starts, row.values)),
+        lower.starts,
+        lower.values,
+        higher.starts,
+        higher.values,
         num_pieces=1,
         num_accelerated=items.num_accelerators,
         num_slots=items.num_devices,

@@ -72,15 +72,16 @@ class IntegerProgram:
     """
 
     def __init__(self) -> None:
-        self._num_columns = 0
-        self._num_rows = 0
-        self._column_parts: list[_ColumnPart] = []
-        self._row_parts: list[_RowPart] = []
+        self._package = _highspy()
+        self._solver: highspy.Highs = self._package.Highs()
+        self._solver.silent()
+        self._solver.setOptionValue("threads", 1)
+        self._has_integers = False
 
     @property
     def num_columns(self) -> int:
         """How many columns it has by now."""
-        return self._num_columns
+        return int(self._solver.getNumCol())
 
     def add_columns(
         self,
@@ -94,16 +95,14 @@ class IntegerProgram:
         """A block of columns; their numbers in an array of this shape. Bounds and costs broadcast to it."""
         extent = (shape,) if isinstance(shape, int) else tuple(shape)
         count = int(np.prod(extent))
-        numbers = np.arange(self._num_columns, self._num_columns + count, dtype=np.int32)
-        self._column_parts.append(
-            _ColumnPart(
-                _spread(lower, extent).ravel(),
-                _spread(upper, extent).ravel(),
-                _spread(cost, extent).ravel(),
-                np.full(count, is_integer),
-            )
-        )
-        self._num_columns += count
+        numbers = np.arange(self.num_columns, self.num_columns + count, dtype=np.int32)
+        costs, least, most = (_spread(one, extent).ravel() for one in (cost, lower, upper))
+        nothing = np.zeros(0, np.int32)
+        self._check(self._solver.addCols(count, costs, least, most, 0, nothing, nothing, np.zeros(0)))
+        if is_integer:
+            kinds = np.full(count, self._package.HighsVarType.kInteger)
+            self._check(self._solver.changeColsIntegrality(count, numbers, kinds))
+            self._has_integers = True
         return numbers.reshape(extent)
 
     def add_rows(
@@ -120,18 +119,17 @@ class IntegerProgram:
         """
         numbers = np.asarray(columns, np.int32)
         values = _spread(coefficients, numbers.shape)
-        count = len(numbers)
-        kept = values != 0.0
-        self._row_parts.append(
-            _RowPart(
-                kept.sum(axis=1, dtype=np.int32),
-                numbers[kept],
-                values[kept],
-                _spread(lower, (count,)),
-                _spread(upper, (count,)),
-            )
+        count, kept = len(numbers), values != 0.0
+        ends = np.cumsum(kept.sum(axis=1), dtype=np.int32)
+        least, most = _spread(lower, (count,)), _spread(upper, (count,))
+        starts = np.append(0, ends[:-1]).astype(np.int32)[:count]
+        self._check(
+            self._solver.addRows(count, least, most, int(kept.sum()), starts, numbers[kept], values[kept])
         )
-        self._num_rows += count
+
+    def _check(self, status: "highspy.HighsStatus") -> None:
+        if status == self._package.HighsStatus.kError:
+            raise BiremeError("HiGHS does not take the integer program: a number in it is not finite.")
 
     def less(self, small: Columns, large: Columns) -> None:
         """No entry of the first is above its counterpart in the second."""
@@ -143,13 +141,12 @@ class IntegerProgram:
         A solution that costs less than `target` ends the search too, and proves nothing. Ctrl-C stops the
         search and is raised again.
         """
-        solver = self._solver()
+        solver = self._solver
         solver.setOptionValue("time_limit", max(0.0, time_limit_s))
         solver.setOptionValue("mip_rel_gap", 0.0)
         solver.setOptionValue("objective_target", target)
         _run(solver)
-        has_integers = any(part.is_integer.any() for part in self._column_parts)
-        return _solved(solver, has_integers=has_integers)
+        return _solved(solver, has_integers=self._has_integers)
 
     def relaxed_bound(self, *, time_limit_s: float) -> float:
         """A bound that no solution is below, by the program without integrality; minus infinity for none.
@@ -157,7 +154,7 @@ class IntegerProgram:
         It is added up here from the prices the solver puts on rows, which prove it whatever its tolerances
         are. Where every column has finite bounds there is one as soon as there are prices.
         """
-        solver = self._solver()
+        solver = self._solver
         solver.setOptionValue("time_limit", max(0.0, time_limit_s))
         solver.setOptionValue("solve_relaxation", True)
         # Prices need no corner of the polyhedron, and the way to one takes longer than all the rest.
@@ -165,63 +162,22 @@ class IntegerProgram:
         solver.setOptionValue("run_crossover", "off")
         _run(solver)
         prices = np.array(solver.getSolution().row_dual)
-        return self._proven_by(prices) if len(prices) == self._num_rows else -np.inf
+        return self._proven_by(prices) if len(prices) == solver.getNumRow() else -np.inf
 
     def _proven_by(self, prices: Floats) -> float:
         """What the columns cost at least when rows are paid for at these prices."""
-        columns, rows = self._column_parts, self._row_parts
-        lower, upper = _joined([part.lower for part in rows]), _joined([part.upper for part in rows])
+        self._solver.ensureRowwise()  # type: ignore[attr-defined]  # not among its types, as of highspy 1.15
+        model = self._solver.getLp()
+        lower, upper = np.array(model.row_lower_, np.float64), np.array(model.row_upper_, np.float64)
         prices = np.clip(
             prices, np.where(np.isinf(upper), 0.0, -np.inf), np.where(np.isinf(lower), 0.0, np.inf)
         )
-        spent = np.repeat(prices, np.concatenate([part.lengths for part in rows]))
-        spent *= _joined([part.coefficients for part in rows])
-        numbers = np.concatenate([part.columns for part in rows])
-        rest = _joined([part.cost for part in columns]) - np.bincount(numbers, spent, self._num_columns)
+        rows, costs = model.a_matrix_, np.array(model.col_cost_, np.float64)
+        spent = np.repeat(prices, np.diff(rows.start_)) * np.array(rows.value_)
+        rest = costs - np.bincount(np.array(rows.index_, np.int64), spent, self.num_columns)
         return _least(prices, lower, upper) + _least(
-            rest, _joined([part.lower for part in columns]), _joined([part.upper for part in columns])
+            rest, np.array(model.col_lower_, np.float64), np.array(model.col_upper_, np.float64)
         )
-
-    def _solver(self) -> "highspy.Highs":
-        package = _highspy()
-        solver: highspy.Highs = package.Highs()
-        solver.silent()
-        solver.setOptionValue("threads", 1)
-        model = package.HighsLp()
-        model.num_col_, model.num_row_ = self._num_columns, self._num_rows
-        columns, rows = self._column_parts, self._row_parts
-        model.col_lower_ = _joined([part.lower for part in columns])
-        model.col_upper_ = _joined([part.upper for part in columns])
-        model.col_cost_ = _joined([part.cost for part in columns])
-        kinds = (package.HighsVarType.kContinuous, package.HighsVarType.kInteger)
-        model.integrality_ = [kinds[flag] for part in columns for flag in part.is_integer.tolist()]
-        model.row_lower_ = _joined([part.lower for part in rows])
-        model.row_upper_ = _joined([part.upper for part in rows])
-        lengths = np.concatenate([[0], *(part.lengths for part in rows)])
-        model.a_matrix_.format_ = package.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.cumsum(lengths, dtype=np.int32)
-        model.a_matrix_.index_ = np.concatenate([np.zeros(0, np.int32), *(part.columns for part in rows)])
-        model.a_matrix_.value_ = _joined([part.coefficients for part in rows])
-        if solver.passModel(model) == package.HighsStatus.kError:
-            raise BiremeError("HiGHS does not take the integer program: a number in it is not finite.")
-        return solver
-
-
-@dataclass(frozen=True, slots=True)
-class _ColumnPart:
-    lower: Floats
-    upper: Floats
-    cost: Floats
-    is_integer: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class _RowPart:
-    lengths: Columns
-    columns: Columns
-    coefficients: Floats
-    lower: Floats
-    upper: Floats
 
 
 def beside(*columns: ArrayLike) -> NDArray[Any]:
@@ -241,10 +197,6 @@ def _highspy() -> ModuleType:
 
 def _spread(numbers: ArrayLike, shape: tuple[int, ...]) -> Floats:
     return np.broadcast_to(np.asarray(numbers, np.float64), shape)
-
-
-def _joined(parts: list[Floats]) -> Floats:
-    return np.concatenate([np.zeros(0), *parts])
 
 
 def _least(prices: Floats, lower: Floats, upper: Floats) -> float:
