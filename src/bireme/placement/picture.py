@@ -24,8 +24,8 @@ from bireme.schedule.instruction import Kind
 
 # A placed graph as the cells of a picture: a forward node and, in the same cell, its backward nodes.
 #
-# A graph of more cells than anyone could read is drawn coarser: what a device runs in a row or side by side
-# becomes one cell.
+# A graph of more cells than anyone could read is drawn coarser: what a device runs in neighboring rows of the
+# picture becomes one cell.
 
 _MOST_CELLS = 400
 _MOST_IN_A_ROW = 48
@@ -69,10 +69,8 @@ def cells_of(workload: Workload, devices: Sequence[int]) -> Cells:
         graph.merge_weights()
     rows = 1
     while not graph.is_legible():
-        graph.merge_runs()
-        if not graph.is_legible():
-            graph.merge_rows(rows)
-            rows *= 2
+        graph.merge_rows(rows)
+        rows *= 2
     return graph.cells(is_coarser=is_coarser)
 
 
@@ -135,21 +133,6 @@ class _Graph:
                 (target,) = targets
                 if self.device_of[target] == self.device_of[cell]:
                     into[cell] = target
-        self._merge([into[cell] for cell in self.cell_of])
-
-    def merge_runs(self) -> None:
-        """Cells on one device that follow each other, with nothing in parallel, become one."""
-        into = list(range(len(self.followers)))
-        for cell, targets in enumerate(self.followers):
-            for target in targets if len(targets) == 1 else ():
-                if self.num_before[target] == 1 and self.device_of[target] == self.device_of[cell]:
-                    into[target] = cell
-        for cell in range(len(into)):
-            way = [cell]
-            while into[way[-1]] != way[-1]:
-                way.append(into[way[-1]])
-            for one in way:
-                into[one] = way[-1]
         self._merge([into[cell] for cell in self.cell_of])
 
     def merge_rows(self, num_rows: int) -> None:
