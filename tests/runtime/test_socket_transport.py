@@ -185,7 +185,7 @@ def test_a_message_that_stops_flowing_is_named(size: int) -> None:
     transport = SocketTransport({0: Lines(small, large)}, timeout_s=0.3)
     wire = format_of(size)
     link = its_small if size < LARGE_BYTES else its_large
-    link.sendall(wire.header(key(2)) + bytes(1000))
+    link.sendall(header_of(key(2), wire.num_bytes, wire.signature) + bytes(1000))
     with pytest.raises(BiremeError, match=r"activation of micro-batch 2 .* did not arrive from rank 0"):
         Receive(transport, key(2), 0, size).wait()
     transport.close()
@@ -223,7 +223,8 @@ def test_a_rank_that_dies_in_the_middle_of_a_large_message_is_named() -> None:
     transport = SocketTransport({0: Lines(small, large)}, timeout_s=20.0)
     size = LARGE_BYTES + 1
     pending = Receive(transport, key(0), 0, size)
-    its_large.sendall(format_of(size).header(key(0)) + bytes(1000))
+    wire = format_of(size)
+    its_large.sendall(header_of(key(0), wire.num_bytes, wire.signature) + bytes(1000))
     its_large.close()
     with pytest.raises(PeerLost, match="Rank 0 is gone"):
         pending.wait()

@@ -130,7 +130,8 @@ class StageFunction:
             and output.value.name in made
             and (outputs is None or output.name in outputs)
         )
-        self._also = tuple(also)
+        self._given = (*self.inputs, *self.receives)
+        self._results = (*self.sends, *self.outputs, *also)
         changed = {name for _, operator, _ in self._calls for name in operator.mutates}
         self.writes = tuple(name for name in self.buffers if name in changed)
         self._unit_of = {
@@ -157,32 +158,31 @@ class StageFunction:
         """
         given = [parameters[name] for name in self.parameters]
         given += [buffers[name] for name in self.buffers]
-        given += [inputs[name] for name in (*self.inputs, *self.receives)]
+        given += [inputs[name] for name in self._given]
         where = device or (given[0].device if given else torch.device("cpu"))
-        if where not in self._built:
-            self._built[where] = self._build(where)
+        run = self._built.get(where) or self._build(where)
         if seed is None or not self.is_random:
-            results = self._built[where](*given, None)
+            results = run(*given, None)
         else:
             generator = default_generator(where)
             with _DRAWING:
                 state = generator.get_state()
                 try:
-                    results = self._built[where](*given, seed)
+                    results = run(*given, seed)
                 finally:
                     # torch's checkpoint leaves by an exception as soon as it has what it needs.
                     generator.set_state(state)
-        return dict(zip((*self.sends, *self.outputs, *self._also), results, strict=True))
+        return dict(zip(self._results, results, strict=True))
 
     def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """What the model's code holds as constants, on a device that the stage runs on."""
         if device not in self._built:
-            self._built[device] = self._build(device)
+            self._build(device)
         return self._held[device]
 
     def _build(self, device: torch.device) -> Callable[..., tuple[Any, ...]]:
         builder = _Builder(device)
-        for name in (*self.parameters, *self.buffers, *self.inputs, *self.receives):
+        for name in (*self.parameters, *self.buffers, *self._given):
             builder.take(name, self._values.get(name))
         read = {name for _, operator, _ in self._calls for name in operator.reads()}
         for state in self._constants.values():
@@ -197,15 +197,10 @@ class StageFunction:
                 builder.graph.call_function(_start_stream, (seed, unit, device))
                 seeded = unit
             builder.call(operator, target)
-        named = {output.name: output.value for output in self._graph.outputs}
-        results = [Reference(name) for name in self.sends]
-        built = builder.finish(
-            [*results, *(named[name] for name in self.outputs), *map(Reference, self._also)]
-        )
-        if self._compiles:
-            return _compiled(built, device)
+        named = {output.name: output.value for output in self._graph.outputs if output.name in self.outputs}
+        built = builder.finish([named.get(name, Reference(name)) for name in self._results])
         # A call of the module itself would look for hooks first, which nobody can have set.
-        run: Callable[..., tuple[Any, ...]] = built.forward
+        run = self._built[device] = _compiled(built, device) if self._compiles else built.forward
         return run
 
 

@@ -111,17 +111,18 @@ class Interpreter:
         stopwatch = self._stopwatch if forwards is None else None
         asks = recorder or stopwatch
         self._now = _nobody_asks if asks is None else asks.now
+        tell, now, finished = self._on_instruction, self._now, self._updates.finished
         for block in blocks:
             for written in block.instructions:
                 step = written.shifted(block.batches, block.versions) if block.batches else written
-                self._on_instruction(step)
-                self._began = self._now()
+                tell(step)
+                self._began = now()
                 actions[step.kind](step)
                 if recorder is not None:
-                    recorder.note(self._began, self._now())
+                    recorder.note(self._began, now())
                 if stopwatch is not None and step.kind in COMPUTE:
-                    stopwatch.note(step.batch, self._began, self._now())
-                if self._updates.finished:
+                    stopwatch.note(step.batch, self._began, now())
+                if finished:
                     yield from self._updates.take_finished()
         self._stage_messages.drain()
 

@@ -252,24 +252,25 @@ class WireFormat:
     """How tensors lie in a message. It never changes; make one for each boundary and micro-batch size.
 
     `num_bytes` is the length of a message, a multiple of 64, or the most that it may be if it `is_bounded`;
-    `signature` tells formats apart.
+    without codecs it would be `raw_bytes`. `signature` tells formats apart.
     """
 
-    __slots__ = ("_encoded", "_places", "is_bounded", "num_bytes", "signature", "specs")
+    __slots__ = ("_encoded", "_places", "is_bounded", "num_bytes", "raw_bytes", "signature", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
         places = []
-        end = HEADER_BYTES
+        end = raw_end = HEADER_BYTES
         for spec in self.specs:
             num_bytes, is_encoded = spec.num_bytes, spec.is_encoded
+            raw_end = _aligned(raw_end + prod(spec.shape) * spec.dtype.itemsize)
             offset = end if is_encoded else end // spec.dtype.itemsize
             places.append(_Place(spec, _strides(spec.shape), offset, num_bytes if is_encoded else None))
             end = _aligned(end + num_bytes)
         self._places = tuple(places)
         self._encoded = tuple(spec for spec in self.specs if spec.is_encoded)
         self.is_bounded = bool(self.specs) and self.specs[-1].codec.is_bounded
-        self.num_bytes = end
+        self.num_bytes, self.raw_bytes = end, raw_end
         written = ";".join(spec.form for spec in self.specs)
         self.signature = int.from_bytes(blake2b(written.encode(), digest_size=8).digest(), "little")
 
@@ -302,10 +303,6 @@ class WireFormat:
             assert coding is not None, "what is encoded needs a codec"
             found[spec.name] = coding.decode(key, spec, found[spec.name], came[spec.name])
         return found
-
-    def header(self, key: Message, num_bytes: int | None = None) -> bytes:
-        """What a message begins with that has that many bytes."""
-        return header_of(key, self.num_bytes if num_bytes is None else num_bytes, self.signature)
 
     def takes(self, header: bytes, key: Message) -> bool:
         """Whether a message with that header, which is not the one expected, is a shorter one of this."""
@@ -358,10 +355,11 @@ class OutgoingMessage:
     def address(self, key: Message) -> None:
         """Write down which message it is."""
         self._key = key
-        self.num_bytes = self.wire_format.num_bytes
-        self._write(self.wire_format.header(key))
+        self._write(key, self.wire_format.num_bytes)
 
-    def _write(self, header: bytes) -> None:
+    def _write(self, key: Message, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        header = header_of(key, num_bytes, self.wire_format.signature)
         if self._header is not None:
             self._header[:] = header
         else:
@@ -388,8 +386,7 @@ class OutgoingMessage:
                 view.copy_(own)
         if self.wire_format.is_bounded:
             assert self._key is not None
-            self.num_bytes = self.wire_format.end_of(used)
-            self._write(self.wire_format.header(self._key, self.num_bytes))
+            self._write(self._key, self.wire_format.end_of(used))
 
 
 class Arrival:
@@ -407,7 +404,7 @@ class Arrival:
         self._wire_format = wire_format
         self._key = key
         self._is_staged = is_staged
-        self._expected = wire_format.header(key)
+        self._expected = header_of(key, wire_format.num_bytes, wire_format.signature)
         self._header = message.numpy().data[:HEADER_BYTES] if message.is_cpu else None
         if self._header is not None:
             self._header[:] = self._expected

@@ -184,7 +184,7 @@ class Weights:
     a larger one, that one has `times` the weight, as far as can be told from here.
     """
 
-    __slots__ = ("_known", "_pending", "_sums", "_times", "_total")
+    __slots__ = ("_known", "_nominal", "_pending", "_sums", "_times", "_total")
 
     def __init__(
         self,
@@ -196,6 +196,7 @@ class Weights:
         self._known, self._sums, self._pending = known, sums, pending
         self._times = times
         self._total = sum(known)
+        self._nominal: float | None = None
 
     @property
     def total(self) -> float:
@@ -215,8 +216,10 @@ class Weights:
     @property
     def nominal(self) -> float:
         """What shares are parts of."""
-        total = self.total
-        return total if self._times is None else float(Fraction(total) * self._times)
+        if self._nominal is None:
+            total = self.total
+            self._nominal = total if self._times is None else float(Fraction(total) * self._times)
+        return self._nominal
 
     def share(self, place: int) -> float:
         """A weight as a part of the whole batch's; 0 where nothing in that counts."""

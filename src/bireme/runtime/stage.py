@@ -4,10 +4,11 @@ Between the passes of a micro-batch it keeps what the backward needs, and holds 
 micro-batch runs on. It knows no other rank: what it receives is given to it, what it sends it gives back.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from bireme.codec.lowrank import Components, PrincipalStream, Product
 from bireme.model.halves import GradientHook, Rest, backward_input
 from bireme.model.stage import SegmentedFunction, StageFunction, untouched
+from bireme.model.torch_private import accumulate_gradients, set_grad_enabled
 from bireme.runtime.banks import WeightBanks
 from bireme.runtime.gradients import GradientParts, GradientPool, GradientSums
 from bireme.runtime.message_format import Boundaries
@@ -203,14 +205,18 @@ class Batches:
 
     def __getitem__(self, batch: int) -> _BatchEnd:
         """A batch; it begins when it is first asked for."""
-        return self._ends.setdefault(batch, _BatchEnd())
+        found = self._ends.get(batch)
+        if found is None:
+            found = self._ends[batch] = _BatchEnd()
+        return found
 
     def part(self, batch: int, stage: int, pool: GradientPool) -> _StagePart:
         """A stage's part of a batch; it begins when it is first asked for."""
         parts = self[batch].parts
-        if stage not in parts:
-            parts[stage] = _StagePart(pool, batch)
-        return parts[stage]
+        found = parts.get(stage)
+        if found is None:
+            found = parts[stage] = _StagePart(pool, batch)
+        return found
 
     def parts_of(self, stage: int) -> Iterator[_StagePart]:
         """A stage's parts of all batches under way, the first batch first."""
@@ -232,8 +238,7 @@ _Tensors = dict[str, Tensor]
 AnyStageFunction = StageFunction | SegmentedFunction
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Which micro-batch of which batch."""
 
     batch: int
@@ -306,14 +311,19 @@ class Stage:
         if kept is None:
             self.banks.hold(version)
             kept = self._kept[place] = _Kept(version)
-        self._note_buffers(place.batch)
+        if self.function.writes:
+            self._note_buffers(place.batch)
         stash = self._memory.stash(place.batch, place.microbatch)
         one = _Pass(micro_batch, self._leaves(received, stash))
         kept.passes.append(one)
-        with torch.set_grad_enabled(not self._recomputes):
+        before = torch.is_grad_enabled()
+        set_grad_enabled(not self._recomputes)
+        try:
             results = self._run(one, version, self.buffers, None if self._recomputes else stash)
-        if LOSS in results and micro_batch.share:
-            self._note_loss(place.batch, results[LOSS], micro_batch.share)
+        finally:
+            set_grad_enabled(before)
+        if LOSS in results and (share := micro_batch.share):
+            self._note_loss(place.batch, results[LOSS], share)
         if not self._recomputes:
             one.roots = self._roots(results)
         return {name: self._memory.lasting(results[name].detach()) for name in self.function.sends}
@@ -331,45 +341,46 @@ class Stage:
         kept = self._kept.pop(place)
         leaves = self.banks.leaves(kept.version)
         given = self._split(kept, gradients)
-        sums = self.part(place.batch).sums()
+        part = self.part(place.batch)
+        sums = part.sums()
         if self._gradient_hook is not None and sums.streams is not None:
             self._gradient_hook.feed = sums.streams.feed
         with sums.into(leaves, self.part(place.batch).arrivals if len(kept.passes) == 1 else None):
             for one, own in zip(kept.passes, given, strict=True):
                 roots, begin = self._begin(one, own)
                 if roots:
-                    torch.autograd.backward(roots, begin)
-        self._has_seen(place, kept)
-        self.banks.release(kept.version)
-        return self._gradients_back(kept, lambda one, name: one.received[name].grad)
+                    accumulate_gradients(roots, begin)
+        self._has_seen(part, kept)
+        names = self._sends_gradients
+        return self._gradients_back(
+            kept, [[one.received[name].grad for name in names] for one in kept.passes]
+        )
 
     def backward_input(self, place: Place, gradients: Mapping[str, Tensor]) -> _Tensors:
         """Run the half of the backward that gives the gradients for the stage before."""
         kept = self._kept[place]
         leaves = self.banks.leaves(kept.version)
         parameters = [leaves[name] for name in self.banks.trainable]
-        found: list[dict[str, Tensor | None]] = []
+        found: list[Sequence[Tensor | None]] = []
         for one, own in zip(kept.passes, self._split(kept, gradients), strict=True):
             roots, begin = self._begin(one, own)
             inputs = [one.received[name] for name in self._sends_gradients]
             rest = backward_input(roots, begin, inputs, parameters)
             kept.rest.append(rest)
-            found.append(dict(zip(self._sends_gradients, rest.input_gradients, strict=True)))
+            found.append(rest.input_gradients)
             rest.input_gradients = ()  # they are sent, and wait for nothing here
             one.roots = {}
-        of_pass = {id(one): own for one, own in zip(kept.passes, found, strict=True)}
-        return self._gradients_back(kept, lambda one, name: of_pass[id(one)][name])
+        return self._gradients_back(kept, found)
 
     def backward_weight(self, place: Place) -> None:
         """Run the other half, which gives the gradients of the weights."""
-        kept = self._kept.pop(place)
-        sums = self.part(place.batch).sums()
+        kept, part = self._kept.pop(place), self.part(place.batch)
+        sums = part.sums()
         for rest in kept.rest:
             for name, gradient in zip(self.banks.trainable, rest.weight_gradients(), strict=True):
                 if gradient is not None:
                     sums.add(name, gradient)
-        self._has_seen(place, kept)
-        self.banks.release(kept.version)
+        self._has_seen(part, kept)
 
     def sum_parts(self, batch: int) -> GradientParts:
         """What there is of a batch's gradients in parts, which replicas that share this stage's weights add
@@ -421,10 +432,9 @@ class Stage:
 
     def _note_buffers(self, batch: int) -> None:
         """Keep what the stage's buffers are before a batch writes to them."""
-        if self.function.writes:
-            part = self.part(batch)
-            if part.buffers_before is None:
-                part.buffers_before = {name: self.buffers[name].clone() for name in self.function.writes}
+        part = self.part(batch)
+        if part.buffers_before is None:
+            part.buffers_before = {name: self.buffers[name].clone() for name in self.function.writes}
 
     def _note_loss(self, batch: int, loss: Tensor, share: float) -> None:
         # On another device than the CPU a look at the number would wait for all that comes before it.
@@ -486,18 +496,22 @@ class Stage:
                 part[name] = piece
         return list(parts)
 
-    def _gradients_back(self, kept: _Kept, of: Callable[[_Pass, str], Tensor | None]) -> _Tensors:
-        """The gradients of what was received; zero where nothing came back."""
+    def _gradients_back(self, kept: _Kept, found: Sequence[Sequence[Tensor | None]]) -> _Tensors:
+        """The gradients of what was received, which are those found for each pass; zero where nothing came
+        back.
+        """
         back: _Tensors = {}
-        for name in self._sends_gradients:
+        for index, name in enumerate(self._sends_gradients):
             parts = []
-            for one in kept.passes:
-                found = of(one, name)
-                parts.append(torch.zeros_like(one.received[name]) if found is None else found)
+            for one, own in zip(kept.passes, found, strict=True):
+                gradient = own[index]
+                parts.append(torch.zeros_like(one.received[name]) if gradient is None else gradient)
             back[name] = (
                 parts[0] if len(parts) == 1 else torch.cat(parts, self._boundaries.batch_axis(name) or 0)
             )
         return back
 
-    def _has_seen(self, place: Place, kept: _Kept) -> None:
-        self.part(place.batch).seen += sum(one.micro_batch.share for one in kept.passes)
+    def _has_seen(self, part: _StagePart, kept: _Kept) -> None:
+        """A micro-batch has all its gradients."""
+        part.seen += sum(one.micro_batch.share for one in kept.passes)
+        self.banks.release(kept.version)

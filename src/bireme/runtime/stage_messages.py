@@ -6,7 +6,8 @@ as they are. It decides no order: the program's sends and receives do.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,6 +80,23 @@ class BoundaryTraffic:
     sent_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _Outgoing:
+    """Messages over a boundary in one direction: those under way, and room for as many more."""
+
+    sent: deque[OutgoingMessage] = field(default_factory=deque)
+    free: deque[OutgoingMessage] = field(default_factory=partial(deque, maxlen=MOST_SENDS))
+    traffic: BoundaryTraffic = field(default_factory=BoundaryTraffic)
+
+    def room(self, wire_format: WireFormat) -> OutgoingMessage | None:
+        """Room whose last message has gone, if there is any of that format."""
+        for parcel in self.free:
+            if parcel.wire_format is wire_format:
+                self.free.remove(parcel)
+                return parcel
+        return None
+
+
 class StageMessages:
     """Moves the messages of one rank. `begin` says which batches they are about, and by which codecs."""
 
@@ -92,7 +110,7 @@ class StageMessages:
         device: torch.device,
         codecs: LinkCodecs = NO_CODECS,
     ) -> None:
-        self._routes = routes
+        self._routes, self._num_stages = routes, routes.num_stages
         self._boundaries = boundaries
         self._transport = transport
         self._device = device
@@ -102,15 +120,10 @@ class StageMessages:
         self._made: dict[Message, _Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, Arrival] = {}
-        self._sent: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
-        self._ready: dict[Message, OutgoingMessage] = {}
-        """Room for messages that are about to be made."""
-        self._free: dict[tuple[bool, int], deque[OutgoingMessage]] = {}
-        """Room whose last message has gone, by boundary and direction; what was used last is last."""
+        self._outgoing: dict[tuple[bool, int], _Outgoing] = {}
+        """By direction and receiving stage."""
         self._coding = Coding()
         self._own_codecs = self._codecs = codecs
-        self.traffic: dict[tuple[bool, int], BoundaryTraffic] = {}
-        """What this rank has sent of training, by direction and boundary."""
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -137,42 +150,44 @@ class StageMessages:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        boundary = key.forward, key.to_stage
-        channel = self._sent.setdefault(boundary, deque())
-        if len(channel) >= MOST_SENDS:
-            oldest = channel.popleft()
+        channel = self._outgoing.get(key[:2])
+        if channel is None:
+            channel = self._outgoing[key[:2]] = _Outgoing()
+        if len(channel.sent) >= MOST_SENDS:
+            oldest = channel.sent.popleft()
             oldest.pending.wait()
-            self._free_over(boundary).append(oldest)
-        parcel = self._ready.pop(key, None) or self._parcel(key)
+            channel.free.append(oldest)
+        wire_format = self._format(key)
+        parcel = channel.room(wire_format)
+        if parcel is None:
+            parcel = wire_format.parcel(self._memory, is_pinned=self._is_staged)
+        parcel.address(key)
         parcel.pack(tensors, self._coding)
         if self._coding.keeps_masks:
-            self._count(key, parcel)
-        num_bytes = parcel.num_bytes if parcel.wire_format.is_bounded else None
+            traffic = channel.traffic
+            traffic.raw_bytes += wire_format.raw_bytes
+            traffic.sent_bytes += parcel.num_bytes if self._transport.is_host else wire_format.num_bytes
+        num_bytes = parcel.num_bytes if wire_format.is_bounded else None
         target = self._routes.rank_of(key.to_stage, key.microbatch)
         parcel.pending = self._transport.send(key, target, parcel.message, num_bytes)
-        channel.append(parcel)
+        channel.sent.append(parcel)
 
     def take(self, step: Instruction) -> _Tensors:
         """What an instruction needs from a neighboring stage; waits until it is there."""
-        key = step.needs(self._routes.num_stages)
+        key = step.needs(self._num_stages)
         if key is None:
             return {}
         here = self._here(key)
         if here is not None:
             return here
         arrival = self._awaited.pop(key)
-        made = step.makes(self._routes.num_stages)
-        # Halves may be sent as a whole.
-        if made is not None and made.half is None and not self._stays(made):
-            # What a send takes besides the tensors costs nothing now, and would hold up others later.
-            self._ready[made] = self._parcel(made)
         arrival.pending.wait()
         self.receive_bytes -= arrival.message.numel()
         return arrival.unpack(self._device, self._coding)
 
     def put(self, step: Instruction, tensors: _Tensors) -> None:
         """What an instruction made for a neighboring stage."""
-        key = step.makes(self._routes.num_stages)
+        key = step.makes(self._num_stages)
         if key is not None:
             self._made[key] = tensors
 
@@ -182,45 +197,31 @@ class StageMessages:
         return self._coding.thresholds
 
     @property
+    def traffic(self) -> dict[tuple[bool, int], BoundaryTraffic]:
+        """What this rank has sent of training, by direction and boundary."""
+        return {
+            (forward, to_stage - forward): channel.traffic
+            for (forward, to_stage), channel in self._outgoing.items()
+            if channel.traffic.sent_bytes
+        }
+
+    @property
     def send_bytes(self) -> int:
         """Of the messages on their way and of the room that is kept for more."""
-        under_way = (parcel for channel in self._sent.values() for parcel in channel)
-        free = (parcel for parcels in self._free.values() for parcel in parcels)
-        return sum(parcel.message.nbytes for parcel in (*under_way, *free, *self._ready.values()))
+        kept = (parcel for channel in self._outgoing.values() for parcel in (*channel.sent, *channel.free))
+        return sum(parcel.message.nbytes for parcel in kept)
 
     def drain(self) -> None:
         """Wait until everything that was sent has left this rank's memory."""
-        for channel in self._sent.values():
-            while channel:
-                channel.popleft().pending.wait()
-
-    def _free_over(self, boundary: tuple[bool, int]) -> deque[OutgoingMessage]:
-        """The room for more messages over a boundary, at most for as many as may be under way."""
-        return self._free.setdefault(boundary, deque(maxlen=MOST_SENDS))
-
-    def _stays(self, key: Message) -> bool:
-        """Whether a message is for another stage of this rank."""
-        ends = (self._routes.rank_of(stage, key.microbatch) for stage in (key.from_stage, key.to_stage))
-        return len(set(ends)) == 1
-
-    def _parcel(self, key: Message) -> OutgoingMessage:
-        """Room for a message, with its address on it."""
-        wire_format = self._format(key)
-        free = self._free_over((key.forward, key.to_stage))
-        parcel = next((one for one in free if one.wire_format is wire_format), None)
-        if parcel is None:
-            parcel = wire_format.parcel(self._memory, is_pinned=self._is_staged)
-        else:
-            free.remove(parcel)
-        parcel.address(key)
-        return parcel
+        for channel in self._outgoing.values():
+            while channel.sent:
+                channel.sent.popleft().pending.wait()
 
     def _here(self, key: Message) -> _Tensors | None:
         """What this rank made for a message, if it did. Halves are joined where the whole is asked for."""
-        if key in self._made:
-            return self._made.pop(key)
-        if key.half is not None:
-            return None
+        made = self._made.pop(key, None)
+        if made is not None or key.half is not None or not self._made:
+            return made
         first, second = key._replace(half=0), key._replace(half=1)
         if first not in self._made or second not in self._made:
             return None
@@ -228,19 +229,13 @@ class StageMessages:
         axes = {name: self._boundaries.batch_axis(name) or 0 for name in one}
         return {name: torch.cat([one[name], other[name]], axes[name]) for name in one}
 
-    def _format(self, key: Message, *, is_raw: bool = False) -> WireFormat:
+    def _format(self, key: Message) -> WireFormat:
         assert key.microbatch is not None
         whole = self.feed.portion(key.batch).micro_batches[key.microbatch]
         one = whole if key.half is None else whole.halves[key.half]
         of_boundary = self._boundaries.forward if key.forward else self._boundaries.backward
-        if is_raw or not self._codecs.phases:
+        if not self._codecs.phases:
             return of_boundary(key.to_stage, one.num_samples)
         codecs = self._codecs.of(min(key.from_stage, key.to_stage), key.batch)
         codec = codecs.choice(forward=key.forward)
         return of_boundary(key.to_stage, one.num_samples, codec, whole.num_samples)
-
-    def _count(self, key: Message, parcel: OutgoingMessage) -> None:
-        boundary = key.forward, min(key.from_stage, key.to_stage)
-        counted = self.traffic.setdefault(boundary, BoundaryTraffic())
-        counted.raw_bytes += self._format(key, is_raw=True).num_bytes
-        counted.sent_bytes += parcel.num_bytes if self._transport.is_host else parcel.message.nbytes

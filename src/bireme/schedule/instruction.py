@@ -59,6 +59,13 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """The kinds that take a gradient from the next stage and give one to the stage before."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+_MOVES = {
+    Kind.SEND_FORWARD: (True, 1),
+    Kind.SEND_BACKWARD: (False, -1),
+    Kind.RECV_FORWARD: (True, 0),
+    Kind.RECV_BACKWARD: (False, 0),
+}
+"""Whether the message goes forward, and how far from the instruction's stage the receiving one is."""
 AVERAGES = frozenset({Kind.AVERAGE_START, Kind.AVERAGE_END})
 PAGING = frozenset({Kind.FETCH, Kind.EVICT})
 SHARING = frozenset({Kind.SCATTER, Kind.COLLECT})
@@ -180,15 +187,10 @@ class Instruction(NamedTuple):
 
     def carries(self) -> Message:
         """The message that this send or receive moves."""
-        match self.kind:
-            case Kind.SEND_FORWARD:
-                return Message(True, self.stage + 1, self.batch, self.microbatch, self.half)
-            case Kind.SEND_BACKWARD:
-                return Message(False, self.stage - 1, self.batch, self.microbatch, self.half)
-            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
-                forward = self.kind is Kind.RECV_FORWARD
-                return Message(forward, self.stage, self.batch, self.microbatch, self.half)
-        raise ValueError(f"{self} moves no message")
+        if self.kind not in _MOVES:
+            raise ValueError(f"{self} moves no message")
+        forward, onward = _MOVES[self.kind]
+        return _message((forward, self.stage + onward, self.batch, self.microbatch, self.half))
 
     def __str__(self) -> str:
         """The token of torch's files and what torch lacks, such as `2F3b of batch 1 on version 0`."""
