@@ -113,6 +113,8 @@ _NOTHING = (
 )
 _SHARED_NOW = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0) | _FIXED
 """Flags of addresses with nothing beneath, and of memory that is there at once."""
+_MOVED = 1 | 2 | 4
+"""MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP."""
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 16 * 2**20
 """M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
 process has to be cleared.
@@ -173,6 +175,17 @@ def map_file(
     if not (is_shared and populates):
         flags = (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | _FIXED
     _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, begin)
+
+
+def move_mapping(address: int, num_bytes: int, into: int) -> bool:
+    """Move what is mapped at an address to another one, with the pages that are there; whether this system
+    can. The old addresses stay reserved, so no other mapping comes there.
+
+    The tables of pages move as they are, which takes about as long for any size, where to make a mapping and
+    to take it away takes the longer the more pages it has.
+    """
+    move = getattr(_libc(), "mremap", None)  # of Linux
+    return move is not None and move(address, num_bytes, num_bytes, _MOVED, into) == into
 
 
 def shared_file(num_bytes: int) -> int:
@@ -260,6 +273,9 @@ def _libc() -> ctypes.CDLL:
         ctypes.c_long,
     ]
     found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    if hasattr(found, "mremap"):
+        found.mremap.restype = ctypes.c_void_p
+        found.mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
     return found
 
 
@@ -276,7 +292,8 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
 
 # A budget of ordinary memory, cut into slots that are mapped beneath chunks: the device tier on a CPU.
 #
-# The slots are a file in memory. With `poisons` a chunk that is not there reads as NaN, and so does one whose
+# The slots are a file in memory. One that has left a chunk is kept mapped at an address of its own, because a
+# mapping is moved faster than it is made. With `poisons` a chunk that is not there reads as NaN, and so does one whose
 # copy has not come; for tests. Otherwise nothing is beneath it, and who reads it ends by a signal.
 
 POISON = 0xFF
@@ -298,6 +315,12 @@ class HostChunks:
         self._poison = num_slots * slot_bytes if poisons else None
         self._file = shared_file((num_slots + poisons) * slot_bytes)
         weakref.finalize(self, os.close, self._file).atexit = False
+        self._own = tensor_at(reserve(num_slots * slot_bytes), num_slots * slot_bytes)
+        """The own addresses of all slots."""
+        self._kept: set[int] = set()
+        """The slots that are mapped there."""
+        self._beneath: dict[int, int] = {}
+        """The slots that are mapped beneath chunks, by the addresses of these."""
         if poisons:
             os.pwrite(self._file, bytes([POISON]) * slot_bytes, num_slots * slot_bytes)
 
@@ -315,14 +338,23 @@ class HostChunks:
 
     def map(self, chunk: Tensor, slot: int) -> None:
         """As `ChunkMemory` says."""
-        map_file(chunk.data_ptr(), self.slot_bytes, self._file, slot * self.slot_bytes)
+        address, size, begin = chunk.data_ptr(), self.slot_bytes, slot * self.slot_bytes
+        if slot not in self._kept or not move_mapping(self._own.data_ptr() + begin, size, address):
+            map_file(address, size, self._file, begin)
+        self._kept.discard(slot)
+        self._beneath[address] = slot
         if self._poison is not None:
             fill_bytes(chunk, POISON)
 
     def unmap(self, chunks: Tensor) -> None:
         """As `ChunkMemory` says."""
+        first, size, own = chunks.data_ptr(), self.slot_bytes, self._own.data_ptr()
+        for address in range(first, first + chunks.nbytes, size):
+            slot = self._beneath.pop(address, None)
+            if slot is not None and move_mapping(address, size, own + slot * size):
+                self._kept.add(slot)
         if self._poison is None:
-            map_nothing(chunks.data_ptr(), chunks.nbytes)
+            map_nothing(first, chunks.nbytes)
             return
         for chunk in torch.split(chunks, self.slot_bytes):
             map_file(chunk.data_ptr(), self.slot_bytes, self._file, self._poison, is_shared=False)

@@ -197,7 +197,7 @@ def _all_reduce_s(line: _ProbeMember, num_ranks: int, num_bytes: int, *, rounds:
 
 _COPY_BYTES = 32 * 2**20
 _NUM_COPIES = 5
-_CHUNK_BYTES = 2**16
+_CHUNK_BYTES = 2**18
 _NUM_SMALL = 99
 _BLOCK_BYTES = 4 * 2**20
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 64
