@@ -293,8 +293,8 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
 # A budget of ordinary memory, cut into slots that are mapped beneath chunks: the device tier on a CPU.
 #
 # The slots are a file in memory. One that has left a chunk is kept mapped at an address of its own, because a
-# mapping is moved faster than it is made. With `poisons` a chunk that is not there reads as NaN, and so does one whose
-# copy has not come; for tests. Otherwise nothing is beneath it, and who reads it ends by a signal.
+# mapping is moved faster than it is made. With `poisons` a chunk that is not there reads as NaN, and so does
+# one whose copy has not come; for tests. Otherwise nothing is beneath it, and who reads it ends by a signal.
 
 POISON = 0xFF
 """In every byte: NaN in each type of floating-point number, -1 in integers."""
