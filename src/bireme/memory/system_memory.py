@@ -115,6 +115,8 @@ _SHARED_NOW = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0) 
 """Flags of addresses with nothing beneath, and of memory that is there at once."""
 _MOVED = 1 | 2 | 4
 """MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP."""
+_FLUSHED_SINGLY = 33
+"""Linux makes a processor forget up to so many pages one by one, and of more all pages at once."""
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 16 * 2**20
 """M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
 process has to be cleared.
@@ -178,14 +180,14 @@ def map_file(
 
 
 def move_mapping(address: int, num_bytes: int, into: int) -> bool:
-    """Move what is mapped at an address to another one, with the pages that are there; whether this system
-    can. The old addresses stay reserved, so no other mapping comes there.
-
-    The tables of pages move as they are, which takes about as long for any size, where to make a mapping and
-    to take it away takes the longer the more pages it has.
+    """Move what is mapped at an address to another one, with the pages that are there. The old addresses stay
+    reserved, so no other mapping comes there. Returns False if that would take longer than to make a mapping
+    and to take it away, as for few pages, or if this system cannot.
     """
     move = getattr(_libc(), "mremap", None)  # of Linux
-    return move is not None and move(address, num_bytes, num_bytes, _MOVED, into) == into
+    if move is None or num_bytes <= _FLUSHED_SINGLY * PAGE_BYTES:
+        return False
+    return bool(move(address, num_bytes, num_bytes, _MOVED, into) == into)
 
 
 def shared_file(num_bytes: int) -> int:

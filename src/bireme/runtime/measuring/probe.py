@@ -197,7 +197,7 @@ def _all_reduce_s(line: _ProbeMember, num_ranks: int, num_bytes: int, *, rounds:
 
 _COPY_BYTES = 32 * 2**20
 _NUM_COPIES = 5
-_CHUNK_BYTES = 2**18
+_CHUNK_BYTES, _NUM_CHUNKS = 2**17, 16
 _NUM_SMALL = 99
 _BLOCK_BYTES = 4 * 2**20
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 64
@@ -227,39 +227,43 @@ def measured_host_speed(device: torch.device) -> HostSpeed:
         above = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
         rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
         return HostSpeed(min(rates))
-    large = _Laps(device, _COPY_BYTES, _NUM_COPIES)
+    large = _Laps(device, _COPY_BYTES, 1, _NUM_COPIES)
     bytes_per_s = _COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
-    small = _Laps(device, _CHUNK_BYTES, _NUM_SMALL)
+    small = _Laps(device, _CHUNK_BYTES, _NUM_CHUNKS, _NUM_SMALL)
     copied_s = max(median(small.up_s), median(small.down_s))
     return HostSpeed(bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
 
 
 class _Laps:
-    """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping."""
+    """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping: of all
+    chunks in turn, as in a run, for one that was just used takes less.
+    """
 
-    def __init__(self, device: torch.device, num_bytes: int, num_copies: int) -> None:
-        memory, host = chunk_memory(device, 1, num_bytes), HostTier(num_bytes, device)
-        host.grow(1)
-        place = memory.reserve(1, 0)[:num_bytes]
+    def __init__(self, device: torch.device, num_bytes: int, num_chunks: int, num_copies: int) -> None:
+        memory, host = chunk_memory(device, num_chunks, num_bytes), HostTier(num_bytes, device)
+        host.grow(num_chunks)
+        places = torch.split(memory.reserve(num_chunks, 0), num_bytes)
 
         def fetch() -> None:
-            memory.map(place, 0)
-            host.read(0, place)
+            memory.map(place, slot)
+            host.read(slot, place)
 
         def evict() -> None:
-            host.write(0, place)
+            host.write(slot, place)
             memory.unmap(place)
 
         self.up_s: list[float] = []
         self.down_s: list[float] = []
         self.mapped_s: list[float] = []
-        for _ in range(num_copies):
+        for number in range(num_copies):
+            slot = number % num_chunks
+            place = places[slot]
             for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
                 begin_s = perf_counter()
                 copy()
                 seconds.append(perf_counter() - begin_s)
             begin_s = perf_counter()
-            memory.map(place, 0)
+            memory.map(place, slot)
             memory.unmap(place)
             self.mapped_s.append(perf_counter() - begin_s)
 
