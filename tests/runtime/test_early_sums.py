@@ -39,7 +39,7 @@ class _Batch:
         places = {name: (0, slot.begin, slot.end) for name, slot in slots.items()}
         held: set[str] = set()
         assert reducer.arrivals is not None
-        self.arrivals = reducer.arrivals(buckets_of(places, [self.arena.flat], 4 * 30_000), held)
+        self.arrivals = reducer.arrivals(places, [self.arena.flat], held)
         views = dict(self.arena.views)
         self.gradients = BatchGradients(views, held, [self.arena.flat], arrivals=self.arrivals)
 
@@ -66,6 +66,13 @@ def _summed(group: LineGroup, codec: str, early: Callable[[_Batch], object]) -> 
     return batch.arena.flat, batch.gradients.held
 
 
+@pytest.fixture
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LEAST_BUCKET_BYTES", "_LEAST_CODED_BYTES"):
+        monkeypatch.setattr(f"bireme.sync.slices.{name}", 64)
+
+
+@pytest.mark.usefixtures("_small_buckets")
 @pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize("codec", ["none", "int8", "int2"])
 def test_later_layers_are_summed_while_the_backward_makes_the_gradients_of_others(
@@ -111,6 +118,7 @@ def test_a_reducer_that_is_closed_waits_for_no_more_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_small_buckets")
 @pytest.mark.parametrize(
     ("plan", "codec"),
     [
@@ -124,7 +132,6 @@ def test_a_reducer_that_is_closed_waits_for_no_more_gradients() -> None:
 def test_a_run_has_the_same_bits_whether_sums_begin_early(
     plan: Plan, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bireme.sync.slices._LEAST_BUCKET_BYTES", 64)
     is_text = plan.num_stages > 1 and plan.width == 2
     model, data = (tiny_text(), token_batches(16, 3)) if is_text else (layers(), real_batches(16, 3, WIDTH))
     setting = Setting(plan, clip_norm=1.0, sum_codec=codec)

@@ -1,6 +1,7 @@
 """Links: who waits for whom on a wire, and how fair sharing divides it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -117,6 +118,23 @@ def test_a_gradient_sync_meets_messages_on_the_card_it_shares() -> None:
     light = Costs.per_stage(2, forward_s=1, backward_s=1, message_bytes=0.5)
     heavy = Costs.per_stage(2, forward_s=1, backward_s=1, message_bytes=0.5, reduce_bytes=4)
     assert simulate(program, heavy, network).makespan_s > simulate(program, light, network).makespan_s
+
+
+@pytest.mark.parametrize(("bytes_per_s", "ends_s"), [(1.0, 2 + 6 + 2), (4.0, 5 + 0.5)])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_part_of_a_sum_crosses_while_the_last_backward_makes_the_rest(
+    bytes_per_s: float, ends_s: float, *, is_shared: bool
+) -> None:
+    program = generate("sequential", num_stages=1, num_microbatches=1)
+    costs = Costs.per_stage(1, forward_s=1, backward_s=4, reduce_bytes=8)
+    paths = {(0, 1): Path((0,))} if is_shared else {}
+    network = Network((Wire("card", bytes_per_s),), paths, sync_paths={0: Path((0,))})
+    early = replace(costs, early_share=(0.75,))
+    assert simulate(program, early, network, agree=True).makespan_s == ends_s
+    assert simulate(program, costs, network, agree=True).makespan_s == 5 + 8 / bytes_per_s
+    split = generate("zb-h1", num_stages=1, num_microbatches=1)  # its gradients come all at once
+    makespans = [simulate(split, one, network).makespan_s for one in (early, costs)]
+    assert makespans[0] == makespans[1]
 
 
 @pytest.mark.parametrize(

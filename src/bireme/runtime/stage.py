@@ -23,10 +23,9 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
-from bireme.sync.arrivals import Arrivals, FlatPlace, buckets_of
+from bireme.sync.arrivals import Arrivals, FlatPlace
 from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import ArrivalsOf, Reduced, Reduction
-from bireme.sync.slices import bucket_bytes
 
 # A batch on one rank, from its first forward to its last update: all that is known of it so far.
 
@@ -169,9 +168,7 @@ class _BatchEnd:
             cuts=cuts,
             owned=owned,
             owned_flats=owned_flats,
-            arrivals=None
-            if arrivals is None
-            else arrivals(buckets_of(places, flats, bucket_bytes(sum(one.nbytes for one in flats))), held),
+            arrivals=None if arrivals is None else arrivals(places, flats, held),
         )
         return self.gradients
 

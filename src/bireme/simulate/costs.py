@@ -49,9 +49,10 @@ class Costs:
     where none are given, the host is the processor that the device is, and takes as long.
     `tied_gradient_bytes` are those of a stage's gradients that other stages add to, where replicas share
     weights. Where the backward runs in halves, `waiting_bytes` of a micro-batch's gradients wait for the
-    second one, and `halves_bytes` are needed beside `workspace_bytes`. Of each byte of gradients that
-    replicas sum part by part they exchange `part_sum_share`. Empty stands for none. Make one with
-    `per_stage`.
+    second one, and `halves_bytes` are needed beside `workspace_bytes`. Of the bytes of a stage's sum
+    `early_share` can cross while its last backward of a batch runs, if that is whole. Of each byte of
+    gradients that replicas sum part by part they exchange `part_sum_share`. Empty stands for none. Make one
+    with `per_stage`.
     """
 
     forward_s: tuple[float, ...]
@@ -83,6 +84,7 @@ class Costs:
     tied_gradient_bytes: tuple[float, ...] = ()
     waiting_bytes: tuple[float, ...] = ()
     halves_bytes: tuple[float, ...] = ()
+    early_share: tuple[float, ...] = ()
     part_sum_share: float = 1.0
     update_speed: tuple[float, ...] = ()
     host_speed: tuple[float, ...] = ()

@@ -1,6 +1,6 @@
 """Instructions as the inner loop of the simulator wants them: what to do, how long, with which message."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -23,10 +23,12 @@ PASSING = frozenset({SEND, RECEIVE, WAITING_SEND, IDLE_RECEIVE})
 FREE = PASSING | {LOCAL}
 """What waits for nothing that comes from elsewhere."""
 
-AVERAGE = 6
-"""The place of a stage's average among its keys."""
+SYNC, AVERAGE = 4, 6
+"""The places of a stage's sum and of its average among its keys."""
 AGREED = 1
 """From the key of a sync to the key of the agreement of all ranks after it."""
+EARLY = 3
+"""From the key of a sync to the key of the part of it that crosses during the last backward."""
 
 
 class Operation(NamedTuple):
@@ -74,6 +76,8 @@ class Operations:
         self.stride = self._program.num_stages * 8
         """From the keys of a micro-batch to those of the next."""
         self._number_of_channel: dict[tuple[int, int, bool], int] = {}
+        self.begins_sum: dict[int, Operation] = {}
+        """By the identity of the operation of a last backward the sum that begins while it runs."""
 
     def of_rank(self, rank: int) -> Iterator[tuple[Operation, int]]:
         """A rank's track as operations, each with the shift of its key."""
@@ -97,9 +101,22 @@ class Operations:
             ops = ready.get(id(block.instructions))
             if ops is None:
                 ops = ready[id(block.instructions)] = [made(step) for step in block.instructions]
+                self._note_early(ops)
             return zip(ops, repeat(block.batches * num_microbatches * each))
 
         return chain.from_iterable(map(shifted, self._program.tracks[rank].blocks()))
+
+    def _note_early(self, ops: Sequence[Operation]) -> None:
+        """Note which of these backwards sums begin in."""
+        last: dict[tuple[int, int], Operation] = {}
+        for op in ops if any(self._costs.early_share) else ():
+            step = op.instruction
+            if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                last[step.stage, step.batch] = op
+            elif step.kind is Kind.REDUCE and self._costs.early_share[step.stage]:
+                backward = last.get((step.stage, step.batch))
+                if backward is not None and backward.instruction.kind is Kind.BACKWARD:
+                    self.begins_sum[id(backward)] = op
 
     def _like(self, step: Instruction, rank: int) -> _Like:
         program, costs = self._program, self._costs
@@ -118,7 +135,7 @@ class Operations:
             return _Like(code, costs.seconds(step, rank), key, channel, num_bytes)
         if step.kind in (Kind.REDUCE, Kind.UPDATE):
             first = program.rank_of_stage[step.stage]
-            key = step.stage * 8 + 4 + (rank - first) * self.stride  # each rank of a stage has its own
+            key = step.stage * 8 + SYNC + (rank - first) * self.stride  # each rank of a stage has its own
             num_bytes = costs.reduce_bytes[step.stage] if program.average_lag is None else 0.0
             code = REDUCE if step.kind is Kind.REDUCE else UPDATE
             tiers = program.tiers_of(rank)

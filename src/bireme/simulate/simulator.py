@@ -11,7 +11,8 @@ channel is through; meanwhile both ranks go on. A path may overlap less (`Path.o
 
 A gradient sync runs in parallel to the track from REDUCE until UPDATE waits for it. If a stage is on several
 ranks, it begins when all of them have come to REDUCE, and goes over the path of the first. Ranks that `agree`
-on a batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. Where
+on a batch before they step (its norm, whether it is finite) wait in UPDATE for the syncs of all ranks. A part
+of the sync may cross while the last backward makes the gradients of the rest (`Costs.early_share`). Where
 replicas average weights, that sync runs from AVERAGE_START until AVERAGE_END waits for it instead.
 
 Where no two channels share a wire, and no two ranks the cores of a machine, each rank runs ahead as far as it
@@ -34,6 +35,7 @@ from bireme.simulate.network import Network, Processors, SimulatedChannel, Simul
 from bireme.simulate.operations import (
     AGREED,
     AVERAGE,
+    EARLY,
     FREE,
     LOCAL,
     PASSING,
@@ -41,6 +43,7 @@ from bireme.simulate.operations import (
     RECEIVE,
     REDUCE,
     SEND,
+    SYNC,
     WAITING_SEND,
     Operation,
     Operations,
@@ -115,8 +118,10 @@ def pairs_that_talk(program: Program) -> set[tuple[int, int]]:
     return {pair for _, a, b in program.routes.hops() for pair in ((a, b), (b, a))}
 
 
-_GOES_ON, _WORKED = range(2)
-"""What an entry of the agenda says of a rank: that it may go on, or that the work it was at is done."""
+_GOES_ON, _WORKED, _SETS_OUT = range(3)
+"""What an entry of the agenda says of a rank: that it may go on, that the work it was at is done, or that the
+first part of a sum sets out.
+"""
 
 
 class _Rank:
@@ -190,6 +195,8 @@ class _Run:
         """Messages that one end is ready for and the other not yet."""
         self.arrival_s: dict[int, float] = {}
         self.waiting: dict[int, _Rank] = {}
+        self.early: set[int] = set()
+        """The sums of which a part has crossed before."""
         self.sums: dict[int, tuple[SimulatedMessage, list[int]]] = {}
         """The sums of stages to which some of their ranks have come, and these ranks."""
         self.synced: dict[int, list[tuple[int, float]]] = {}
@@ -211,6 +218,8 @@ class _Run:
                     self._end_flow(flow, now)
             elif flow == _GOES_ON:
                 self._go_on(ranks[rank], now)
+            elif flow == _SETS_OUT:
+                self._set_out(self.sums.pop(stamp)[0])
             elif work_stamps[rank] == stamp:
                 self._end_work(ranks[rank], now)
         waits = [f"rank {r.number} waits at {r.held[0].instruction}" for r in self.ranks if r.held]
@@ -225,6 +234,7 @@ class _Run:
         held, rank.held = rank.held, None
         since = rank.since_s if held else None
         crossing, mover, in_order = rank.crossing, rank.mover, self.in_order
+        begins_sum = self.operations.begins_sum
         for op, shift in chain((held,), rank.ops) if held else rank.ops:
             code, seconds, key, _, _, _ = op
             key += shift
@@ -268,6 +278,8 @@ class _Run:
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
+            if begins_sum and (reduce := begins_sum.get(id(op))) is not None:
+                self._sync_early(rank, reduce, reduce.key + shift, now, seconds)
             if seconds and mover is not None:
                 seconds += mover.taken_s(now, seconds)
             if seconds and in_order:
@@ -390,8 +402,25 @@ class _Run:
         self._cross(self.ranks[number], parcel, self.ranks[number].now_s)
         return bool(self.agenda)
 
-    def _sync(self, rank: _Rank, op: Operation, key: int, index: int, now: float) -> None:
-        """A rank has come to the sum of its stage, which sets out when all ranks of the stage have."""
+    def _sync_early(self, rank: _Rank, op: Operation, key: int, now: float, seconds: float) -> None:
+        """A rank begins the last backward of a stage, in which gradients come as one after the other."""
+        share = self.costs.early_share[op.instruction.stage]
+        now += (1.0 - share) * seconds
+        parcel = self._all_there(rank, op, key + EARLY, len(rank.start_s) - 1, now)
+        if parcel is None:
+            return
+        parcel.num_bytes *= share
+        self.early.add(parcel.key - EARLY)
+        if self.in_order:
+            self.sums[parcel.key] = parcel, []
+            heappush(self.agenda, (parcel.ready_s, rank.number, _SETS_OUT, parcel.key))
+        else:
+            self._set_out(parcel)
+
+    def _all_there(
+        self, rank: _Rank, op: Operation, key: int, index: int, now: float
+    ) -> SimulatedMessage | None:
+        """What all ranks of a stage sum, when the last of them has come to it."""
         ranks = self.program.routes.ranks_of(op.instruction.stage)
         key -= (rank.number - ranks.start) * self.operations.stride
         parcel, there = self.sums.pop(key, (SimulatedMessage(key, op.channel), []))
@@ -402,7 +431,18 @@ class _Run:
         there.append(rank.number)
         if len(there) < len(ranks):
             self.sums[key] = parcel, there
+            return None
+        return parcel
+
+    def _sync(self, rank: _Rank, op: Operation, key: int, index: int, now: float) -> None:
+        """A rank has come to the sum of its stage, which sets out when all ranks of the stage have."""
+        parcel = self._all_there(rank, op, key, index, now)
+        if parcel is None:
             return
+        key = parcel.key
+        if key in self.early:
+            self.early.discard(key)
+            parcel.num_bytes *= 1.0 - self.costs.early_share[op.instruction.stage]
         is_average = key % 8 == AVERAGE
         if is_average or self.program.average_lag is None:
             parcel.late_s = self.costs.reduce_s[op.instruction.stage]
@@ -454,6 +494,8 @@ class _Run:
             self._arrived(parcel.key, arrival)
             if channel.meets:
                 self._arrived(~parcel.key, arrival)  # to its sender
+        elif parcel.key % 8 == SYNC + EARLY:
+            return
         elif self.agree and parcel.key % 8 != AVERAGE:
             if not self.overlap_reduce:
                 self._summed(parcel.key, arrival)

@@ -50,7 +50,9 @@ def _bucket(names: Sequence[str], places: Mapping[str, FlatPlace], flats: Sequen
             runs[-1] = number, runs[-1][1], end
         else:
             runs.append((number, begin, end))
-    return Bucket(tuple(reversed(names)), tuple(flats[number].view(-1)[begin:end] for number, begin, end in runs))
+    return Bucket(
+        tuple(reversed(names)), tuple(flats[number].view(-1)[begin:end] for number, begin, end in runs)
+    )
 
 
 class Arrivals:

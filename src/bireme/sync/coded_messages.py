@@ -47,6 +47,8 @@ class Piece:
     chance: str
     threshold: str = THRESHOLD
     is_own: bool = True
+    size: int = 0
+    """Its elements; to ask the tensor takes as long as to code thousands."""
     parts: tuple["Piece", ...] = ()
     """What it is a bundle of."""
 
@@ -54,21 +56,19 @@ class Piece:
         """Make what lies between the parts of a bundle zero again, in the target."""
         begin = 0
         for one in self.parts:
-            end = begin + _whole_blocks(len(one.target))
-            self.target[begin + len(one.target) : end] = 0
+            end = begin + _whole_blocks(one.size)
+            if begin + one.size < end:
+                self.target[begin + one.size : end] = 0
             begin = end
 
     def settle(self) -> None:
         """Put into the parts of a bundle what has come of it."""
-        for flat, places in (
-            (self.target, [one.target for one in self.parts]),
-            (self.residual, [one.residual for one in self.parts]),
-        ):
-            begin = 0
-            for place in places:
-                if place is not None and flat is not None:
-                    place.copy_(flat[begin : begin + len(place)])
-                    begin += _whole_blocks(len(place))
+        begin = 0
+        for one in self.parts:
+            one.target.copy_(self.target[begin : begin + one.size])
+            if one.residual is not None and self.residual is not None:
+                one.residual.copy_(self.residual[begin : begin + one.size])
+            begin += _whole_blocks(one.size)
 
 
 MOST_BUNDLED = 2**16
@@ -80,14 +80,14 @@ def _bundled(parts: Sequence[Piece]) -> Piece:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    wanted = first.wanted.new_zeros(sum(_whole_blocks(len(one.target)) for one in parts))
-    begin = 0
+    size, begin = sum(_whole_blocks(one.size) for one in parts), 0
+    wanted = first.wanted.new_zeros(size)
     for one in parts:
-        wanted[begin : begin + len(one.wanted)] = one.wanted
-        begin += _whole_blocks(len(one.wanted))
+        wanted[begin : begin + one.size] = one.wanted
+        begin += _whole_blocks(one.size)
     residual = None if first.residual is None else wanted
     target = wanted if residual is None else torch.empty_like(wanted)
-    return replace(first, target=target, wanted=wanted, residual=residual, parts=tuple(parts))
+    return replace(first, target=target, wanted=wanted, residual=residual, size=size, parts=tuple(parts))
 
 
 def _whole_blocks(count: int) -> int:
@@ -121,16 +121,17 @@ def pieces_of(
         chance, threshold = f"{word} {seed_name(name)}", THRESHOLD
         if owner is not None:
             chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
-        found = Piece(target, wanted, own, residual, chance, threshold, is_own=owner in (None, rank))
-        if not bundles or name in apart or len(target) > MOST_BUNDLED:
+        is_own, size = owner in (None, rank), place.stop - place.start
+        found = Piece(target, wanted, own, residual, chance, threshold, is_own=is_own, size=size)
+        if not bundles or name in apart or size > MOST_BUNDLED:
             yield found
             continue
         kind = target.dtype, own is None, residual is None
-        if sizes[kind] + len(target) > MOST_BUNDLED:
+        if sizes[kind] + size > MOST_BUNDLED:
             yield _bundled(small.pop(kind))
             del sizes[kind]
         small.setdefault(kind, []).append(found)
-        sizes[kind] += len(target)
+        sizes[kind] += size
     yield from (_bundled(alike) for alike in small.values())
 
 

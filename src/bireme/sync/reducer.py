@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bireme.codec.sum_description import DENSE
 from bireme.errors import BiremeError
-from bireme.sync.arrivals import Arrivals, Bucket
+from bireme.sync.arrivals import Arrivals, FlatPlace, buckets_of
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
@@ -30,7 +31,7 @@ from bireme.sync.exchange import (
 )
 from bireme.sync.feedback import Feedback
 from bireme.sync.group import Group, Pending, SingleRankGroup, Sums
-from bireme.sync.slices import SLICE_BYTES
+from bireme.sync.slices import SLICE_BYTES, bucket_bytes
 from bireme.wire.connection import Bell
 
 # What the ranks tell each other about a batch, and what comes of it.
@@ -99,8 +100,8 @@ whatever thread sums them up.
 """
 
 
-ArrivalsOf = Callable[[Sequence[Bucket], set[str]], Arrivals]
-"""Gives the arrivals of a batch with these buckets, which add to what is held."""
+ArrivalsOf = Callable[[Mapping[str, FlatPlace], Sequence[Tensor], set[str]], Arrivals]
+"""Gives the arrivals of a batch whose gradients lie at places in flats, and add to what is held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -287,13 +288,15 @@ class GroupReducer(Reducer):
         if self._bell is not None:
             self._bell.close()
 
-    def _arrivals(self, buckets: Sequence[Bucket], held: set[str]) -> Arrivals:
+    def _arrivals(self, places: Mapping[str, FlatPlace], flats: Sequence[Tensor], held: set[str]) -> Arrivals:
         def check() -> None:
             if self._is_closed:
                 raise RuntimeError("the reducer was closed before a batch was over")
 
         assert self._bell is not None, "it overlaps"
-        return Arrivals(buckets, held, self._bell, check)
+        num_coders = 0 if self._sums.codec == DENSE else self._replicas.size
+        least_bytes = bucket_bytes(sum(flat.nbytes for flat in flats), num_coders)
+        return Arrivals(buckets_of(places, flats, least_bytes), held, self._bell, check)
 
     def _check_usable(self, batch: int) -> None:
         if self._error is not None:

@@ -15,11 +15,16 @@ small; but each takes messages of its own.
 """
 
 _LEAST_BUCKET_BYTES = 2**17
+_LEAST_CODED_BYTES = 2**18
+"""For each member: to code fewer values at once takes longer for each of them."""
 
 
-def bucket_bytes(gradient_bytes: float) -> float:
-    """Of gradients that are summed together while a backward makes others; the last may be fewer."""
-    return min(max(gradient_bytes / _NUM_BUCKETS, _LEAST_BUCKET_BYTES), DENSE_SLICE_BYTES)
+def bucket_bytes(gradient_bytes: float, num_coders: int = 0) -> float:
+    """Of gradients that are summed together while a backward makes others, the last may be fewer; through a
+    codec if there are members that code.
+    """
+    least = max(_LEAST_BUCKET_BYTES, num_coders * _LEAST_CODED_BYTES)
+    return max(min(gradient_bytes / _NUM_BUCKETS, DENSE_SLICE_BYTES), least)
 
 
 DENSE_BYTES_IN_FLIGHT = (NUM_IN_FLIGHT + 1) * DENSE_SLICE_BYTES

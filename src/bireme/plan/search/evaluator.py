@@ -17,7 +17,7 @@ from math import ceil
 from operator import itemgetter
 
 from bireme.cluster.device import Speeds
-from bireme.codec.sum_description import SumCost
+from bireme.codec.sum_description import SumCost, SumKind
 from bireme.plan.codec_costs import sum_coding_s
 from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
@@ -54,6 +54,7 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network, Processors
 from bireme.simulate.simulator import Until, simulate
+from bireme.sync.slices import bucket_bytes
 from bireme.timeline.timeline import Timeline, settled_batch_s
 
 MOST_INSTRUCTIONS = 20_000
@@ -404,6 +405,7 @@ class PlanEvaluator:
             costs,
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
+            early_share=self._early_share(draft),
             rank_speed=tuple(one.compute for one in speeds),
             update_speed=tuple(one.memory for one in speeds),
             host_speed=tuple(one.host for one in speeds),
@@ -453,6 +455,30 @@ class PlanEvaluator:
                 reduced[stage] = max(reduced[stage] - own_bytes, 0.0)
         share = draft.share_of_sums
         return tuple(share * one for one in sync_s), tuple(share * one for one in reduced)
+
+    def _early_share(self, draft: Draft) -> tuple[float, ...]:
+        """The share of each stage's sum whose bytes can cross during the last backward of a batch. Seconds of
+        codecs are not hidden there: they would be taken from the backward on a device of one core.
+        """
+        problem, request, outline = self._problem, self._problem.request, draft.outline
+        codec, devices = request.sums_within.codec, problem.cluster.devices()
+        if (
+            draft.rule is not Rule.SYNCHRONOUS
+            or draft.paging is not None
+            or request.rounds is not None
+            or request.num_sharers(outline.width) > 1
+            or codec.kind not in (SumKind.DENSE, SumKind.BITS)
+            or any(devices[device].device.kind != "cpu" for row in draft.grid for device in row)
+        ):
+            return ()
+        summed = self._works.of(draft, outline.sizes[0]).costs.gradient_bytes
+        of_ranks = self._of_ranks(draft, summed)
+        found = []
+        for stage, rank in enumerate(outline.rank_of_stage):
+            num_coders = 0 if codec.kind is SumKind.DENSE else draft.widths[stage]
+            last = bucket_bytes(of_ranks[rank], num_coders)
+            found.append(max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
+        return tuple(found)
 
     def _coding_s(self, draft: Draft) -> list[float]:
         """The seconds of the codec of sums within a site, by stage."""
