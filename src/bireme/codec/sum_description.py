@@ -193,7 +193,7 @@ class SumCost:
 
     `message_share` is a replica's message or factors, `sum_share` the message of a sum, `kept_share` what is
     kept from batch to batch. `gathered` has the gradients of each unit that are not summed, whose bytes are
-    those that are found; empty where there are none.
+    those that are found; empty where there are none. `gradient_bytes` are those of a gradient in the mean.
     """
 
     codec: SumCodec = DENSE
@@ -201,6 +201,7 @@ class SumCost:
     kept_share: float = 0.0
     gathered: tuple[Gathered, ...] = ()
     sum_share: float = 1.0
+    gradient_bytes: float = math.inf
 
     @property
     def is_dense(self) -> bool:
@@ -277,7 +278,8 @@ def sum_cost(codec: SumCodec, shapes: Iterable[Sequence[int]]) -> SumCost:
         for one in (codec, codec.of_sums)
     )
     kept = _KEPT_COPIES * coded / total if codec.has_feedback else 0.0
-    return SumCost(codec, message, kept, sum_share=of_sums)
+    mean_bytes = ENTRY_BYTES * total / len(sizes)
+    return SumCost(codec, message, kept, sum_share=of_sums, gradient_bytes=mean_bytes)
 
 
 def parse_sum_codec(text: str) -> SumCodec:

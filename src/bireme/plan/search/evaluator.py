@@ -401,8 +401,14 @@ class PlanEvaluator:
     ) -> Timeline:
         speeds = [self._speeds(draft)[device] for device in devices]
         sync_s, reduce_bytes = self._syncs(draft)
+        busy_s = costs.reduce_busy_s or (0.0,) * costs.num_stages
+        if self._codes_beside(draft):
+            coding_s = self._coding_s(draft, is_slowest=False)
+            share = draft.share_of_sums
+            busy_s = tuple(one + share * more for one, more in zip(busy_s, coding_s, strict=True))
         costs = replace(
             costs,
+            reduce_busy_s=busy_s,
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
             early_share=self._early_share(draft),
@@ -442,6 +448,8 @@ class PlanEvaluator:
         and sites sum with each other, and the bytes of its other gradients.
         """
         sync_s = self._coding_s(draft)
+        if self._codes_beside(draft):
+            sync_s = [0.0] * len(sync_s)
         request, rank_of_stage = self._problem.request, draft.outline.rank_of_stage
         if request.rounds is not None and not request.rounds.averages:
             round_s = self._round_s(draft)
@@ -480,28 +488,43 @@ class PlanEvaluator:
             found.append(max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
         return tuple(found)
 
-    def _coding_s(self, draft: Draft) -> list[float]:
-        """The seconds of the codec of sums within a site, by stage."""
+    def _codes_beside(self, draft: Draft) -> bool:
+        """Whether sums are coded on cores that compute the next batch: updates are delayed, and processors
+        have no core to spare.
+        """
+        problem = self._problem
+        threads: defaultdict[int, int] = defaultdict(int)
+        for device in (device for row in draft.grid for device in row):
+            threads[problem.servers[device]] += problem.threads[device]
+        servers = problem.cluster.servers
+        is_full = all(count > 0 and servers[one].num_cores <= count for one, count in threads.items())
+        return draft.rule is not Rule.SYNCHRONOUS and is_full
+
+    def _coding_s(self, draft: Draft, *, is_slowest: bool = True) -> list[float]:
+        """The seconds of the codec of sums within a site, by stage: on the slowest of its devices, or on one
+        of speed 1.
+        """
         request, width = self._problem.request, self._problem.request.site_width(draft.outline.width)
         if width == 1:
             return [0.0] * draft.outline.num_stages
         # Who gets parts decodes a part of each message, which together are one.
         num_decoded = 1 if request.num_sharers(draft.outline.width) > 1 else width
-        return self._coded_s(draft, request.sums_within, num_decoded=num_decoded)
+        sums = request.sums_within
+        return self._coded_s(draft, sums, num_decoded=num_decoded, is_slowest=is_slowest)
 
-    def _coded_s(self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0) -> list[float]:
-        """The seconds to encode this share of each stage's gradients, and to decode so many messages, on the
-        slowest of its devices.
-        """
+    def _coded_s(
+        self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0, is_slowest: bool = True
+    ) -> list[float]:
+        """The seconds to encode this share of each stage's gradients, and to decode so many messages."""
         problem, outline = self._problem, draft.outline
         costs = self._works.of(draft, outline.sizes[0]).costs
         found = []
         for stage, units in enumerate(draft.stages(len(problem.profile.units))):
             apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
             num_bytes = share * (costs.gradient_bytes[stage] - apart)
-            coding_s = sum_coding_s(sums.codec, num_bytes, num_decoded, problem.profile.codecs)
-            slowest = min(problem.speeds[device] for device in draft.grid[outline.rank_of_stage[stage]])
-            found.append(coding_s / slowest)
+            coding_s = sum_coding_s(sums, num_bytes, num_decoded, problem.profile.codecs)
+            row = draft.grid[outline.rank_of_stage[stage]]
+            found.append(coding_s / min(problem.speeds[device] for device in row) if is_slowest else coding_s)
         return found
 
     def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
