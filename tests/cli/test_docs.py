@@ -10,6 +10,7 @@ from bireme.schedule.grid import ascii_picture
 from bireme.simulate.costs import CostsFile
 from tests.schedule.test_pictures import PICTURED
 from tests.support.command import bireme, with_sets
+from tests.support.prose import num_words, pages
 from tests.support.ranks import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,20 @@ def test_links_into_files_lead_to_a_heading(document: Path) -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     named = re.findall(r"([\w-]+\.md)\b", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1])
     assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_pages_keep_within_their_words() -> None:
+    """If this fails, say it in fewer words, or on another page: `python -m tests.support.prose` counts."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    words = {page.relative_to(ROOT).as_posix(): num_words(page.read_text()) for page in pages()}
+    found = re.findall(r"^  - (\w+):\n((?:      - .*\n)+)", nav, flags=re.MULTILINE)
+    parts = {
+        title: {name: words.get(f"docs/{name}", 0) for name in re.findall(r"([\w-]+\.md)\n", names)}
+        for title, names in found
+    }
+    assert {name: count for name, count in parts["Guides"].items() if count > 800} == {}
+    assert sum(parts["Explanations"].values()) <= 10_000
+    assert sum(words.values()) - sum(parts["Figures"].values()) <= 45_000
 
 
 @pytest.mark.parametrize("name", ["1f1b", "2bw"])

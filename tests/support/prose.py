@@ -28,7 +28,7 @@ PATTERNS = {
         re.IGNORECASE,
     ),
 }
-_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^```.*?^```|<!--.*?-->", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\[\"“(0-9])")
@@ -58,7 +58,7 @@ def prose_of(text: str) -> Iterator[str]:
 
 
 def num_words(text: str) -> int:
-    """Words of a page outside of code."""
+    """Words of a page outside of code and comments."""
     return len(re.findall(r"[A-Za-z][\w'’-]*", _LINK.sub(r"\1", _CODE.sub("", text))))
 
 
