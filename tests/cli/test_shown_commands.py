@@ -172,8 +172,8 @@ class Reader:
                 return ["-m", "bireme", verb, line[0], "--token", line[1], *more]
             case ["bireme", "doctor", "--listen", _]:
                 return ["-m", "bireme", "doctor", "--listen", "127.0.0.1:0"]
-            case ["bireme", "coordinate", *words]:
-                return ["-m", "bireme", "coordinate", "--listen", "127.0.0.1:0", *words]
+            case ["bireme", "coordinate" | "generate" as verb, *words] if "--machines" in words:
+                return ["-m", "bireme", verb, "--listen", "127.0.0.1:0", *words]
             case [_, *words]:
                 return ["-m", "bireme", *words]
         raise AssertionError(command.typed)

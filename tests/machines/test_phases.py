@@ -97,6 +97,19 @@ def test_a_pipeline_that_loses_a_machine_goes_on_over_the_others() -> None:
     assert (story.phases.is_over, story.phases.status) == (True, 0)
 
 
+def test_work_that_is_no_training_begins_again_on_the_other_machines_and_stops_at_once() -> None:
+    story = Story(replace(RULES, steps=0), "abc")
+    story.lose("c")
+    story.end(1, a=1, b=1)
+    assert "Phase 1 has ended, and its work begins again." in story.said
+    assert story.trains == (2, "ab")
+    story.phases.ask_stop()
+    story.turn()
+    assert story.phases.phases_of("a")[0].end == "stop"
+    story.end(2, a=130, b=130)
+    assert (story.phases.is_over, story.phases.status) == (True, 130)
+
+
 def test_processes_that_do_not_notice_a_lost_machine_are_killed_after_the_patience() -> None:
     story = Story(machines="abc")
     story.progress(20)

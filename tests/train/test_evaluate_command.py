@@ -259,7 +259,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["model", "--data", "nowhere.txt"], "There is no file or folder 'nowhere.txt'"),
     (["model", "--data", "ids.npy"], "holds the token id 300, but the model has 257 tokens"),
     (["model", "--data", "texts", "--length", "64"], "Set data.length to 32"),
-    (["model", "--data", "texts", "--workers", "9"], "has 6 units, which are too few for 9 workers"),
+    (["model", "--data", "texts", "--workers", "9"], "has 6 units, which are too few for 9 processes"),
     (["model", "--data", "texts", "--set", "data.seq_len=9"], "Did you mean 'data.length'?"),
     (["bare", "--data", "texts"], "bare holds no weights"),
     (["unfinished"], "is not the folder of a run"),

@@ -20,7 +20,7 @@ from bireme.model.weights import materialize
 from bireme.runtime.token_line import SCORES, ModelPart, TokenLine, continued
 from bireme.train import generating
 from bireme.train.data.tokenizer import load_tokenizer
-from bireme.train.generating import Choice, TextRequest, writer_of
+from bireme.train.generating import Choice, Generated, WritingStyle, writer_of
 from bireme.train.model import RunModel
 from bireme.train.subject import (
     CapturedPart,
@@ -79,6 +79,21 @@ def test_a_folder_writes_what_transformers_writes(
     assert shown.out == f"{PROMPT}{found['text']}\n"
     assert "12 tokens, the first one after " in shown.err
     assert f" tokens/s; {found['by']}, on cpu" in shown.err
+
+
+class Said:
+    """Answers with prompts, and keeps the texts."""
+
+    def __init__(self, prompts: list[str]) -> None:
+        self._left, self.pieces, self.found = [*prompts], list[str](), list[Generated]()
+
+    def __call__(self, what: str, told: Any = None) -> str | None:
+        if what == "written":
+            self.found.append(told)
+            del self._left[0]
+        if what == "piece":
+            self.pieces.append(told)
+        return self._left[0] if self._left else None
 
 
 def generating_by(folder: Path, *words: str) -> Any:
@@ -144,9 +159,9 @@ def test_parts_of_a_captured_model_write_on_when_the_context_is_full() -> None:
             return {SCORES: whole(input_ids=torch.tensor([ids]))["logits"][0, -1]}
 
     def writes(part: ModelPart, temperature: float, line: TokenLine | None = None) -> list[int]:
-        asked = TextRequest("", 40, temperature, seed=5, top_p=0.9)
+        style = WritingStyle(40, temperature, seed=5, top_p=0.9)
         with torch.no_grad():
-            return list(continued(part, [7, 8], Choice(asked, 256, frozenset()), 40, line))
+            return list(continued(part, [7, 8], Choice(style, 256, frozenset()), 40, line))
 
     def part(rank: int, size: int, room: float) -> DecoderPart | CapturedPart:
         weights = lambda names: {name: made[name] for name in names}  # noqa: E731
@@ -184,7 +199,7 @@ def test_a_model_is_divided_so_that_a_token_is_through_all_parts_soonest() -> No
 def test_the_likeliest_tokens_are_drawn_that_have_the_probability_together() -> None:
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     for top_p, wanted in ((0.0, {0}), (0.5, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
-        choice = Choice(TextRequest("", 1, 1.0, 0, top_p=top_p), 4, frozenset())
+        choice = Choice(WritingStyle(1, 1.0, 0, top_p=top_p), 4, frozenset())
         assert {choice(scores.clone()) for _ in range(200)} == wanted
 
 
@@ -216,16 +231,22 @@ def test_a_chat_is_asked_by_the_template_and_ends_with_the_answer(tmp_path: Path
     folder = llama(tmp_path / "llama")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     subject = subject_of(str(folder), (), lambda _text: None)
-    asked = TextRequest("value?", 5, 0.0, 0, is_chat=True)
-    writer = writer_of(subject, asked, lambda _done, _what: None)
-    assert writer.tokenizer.marked(writer.task.first) == "[user]value?<end>[assistant]"
-    assert writer.tokenizer.encode("<end>")[0] in writer.task.ends
-    pieces: list[str] = []
-    found = writer.write(pieces.append)
-    assert "".join(pieces) == found.text
-    assert found.num_prompt_tokens == len(writer.task.first)
-    drawn = [writer_of(subject, TextRequest("a", 9, 2.0, seed), lambda _d, _w: None) for seed in (1, 1, 2)]
-    same, again, other = (one.write(lambda _text: None).ids for one in drawn)
+    style = WritingStyle(5, 0.0, 0, is_chat=True)
+    writer = writer_of(subject, style, ["value?"], lambda _done, _what: None)
+    said = Said(["value?", "other"])
+    writer.write(said)
+    assert [one.prompt for one in said.found] == ["value?", "other"]
+    assert "".join(said.pieces) == "".join(one.text for one in said.found)
+    first, ends = generating._first(subject, writer.tokenizer, style, "value?")
+    assert writer.tokenizer.marked(first) == "[user]value?<end>[assistant]"
+    assert writer.tokenizer.encode("<end>")[0] in ends
+    assert said.found[0].num_prompt_tokens == len(first)
+    drawn = list[tuple[int, ...]]()
+    for seed in (1, 1, 2):
+        said = Said(["a"])
+        writer_of(subject, WritingStyle(9, 2.0, seed), ["a"], lambda _d, _w: None).write(said)
+        drawn.append(said.found[0].ids)
+    same, again, other = drawn
     assert same == again != other
 
 
@@ -237,7 +258,7 @@ def test_a_model_that_does_not_continue_text_is_refused(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
     subject = subject_of(str(tmp_path), (), lambda _text: None)
     with pytest.raises(BiremeError, match="BertForMaskedLM, which does not continue a text"):
-        writer_of(subject, TextRequest("a", 1, 0.0, 0), lambda _done, _what: None)
+        writer_of(subject, WritingStyle(1, 0.0, 0), ["a"], lambda _done, _what: None)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -246,7 +267,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         str(save_llama(tmp_path, vocab_size=50)), ["data.tokenizer=bytes"], lambda _text: None
     )
     with pytest.raises(BiremeError, match="The tokenizer has 257 tokens but the model 50"):
-        writer_of(subject, TextRequest("a", 1, 0.0, 0), lambda _done, _what: None)
+        writer_of(subject, WritingStyle(1, 0.0, 0), ["a"], lambda _done, _what: None)
 
 
 def test_the_folder_of_an_adapter_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -7,10 +7,13 @@ no other.
 import json
 import shutil
 from pathlib import Path
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -19,13 +22,17 @@ from bireme.model.graph_file import load_graph
 from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
 from bireme.plan.plan_file import load_plan, write_plan
+from bireme.runtime.stores import HashStore
 from bireme.schedule.instruction import Item
+from bireme.train import shared_model
 from bireme.train.checkpoint.checkpoint import newest_good
 from bireme.train.folder import RunFolder, load_asked
-from bireme.train.generating import TextRequest, writer_of
+from bireme.train.generating import WritingStyle, writer_of
+from bireme.train.joined_processes import RUNS
 from bireme.train.launching import start
 from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
+from bireme.train.shared_model import ModelFiles, ModelWork
 from bireme.train.subject import subject_of
 from tests.support.command import bireme
 from tests.support.extent import TRY_ALL
@@ -34,6 +41,7 @@ from tests.support.paged import paged, sizes_of
 from tests.support.small_models import Model
 from tests.support.tiny_llama import greedy, save_llama
 from tests.support.tiny_tokenizer import save_tokenizer
+from tests.support.together import run_threads
 from tests.support.training import losses, settings, write_run
 
 pytestmark = pytest.mark.slow
@@ -107,19 +115,52 @@ def test_an_adapter_of_two_ranks_has_the_same_logits_in_peft_and_merged(
 
 @torch.no_grad()
 def test_a_run_writes_by_the_stages_of_its_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = TextRequest("def function(self, value)", 3, 0.0, 0)
+    prompt = "def function(self, value)"
     subject = subject_of(str(run), (), lambda _text: None)
-    task = writer_of(subject, asked, lambda _done, _what: None, workers=2).task
+    writer = writer_of(subject, WritingStyle(3, 0.0, 0), [prompt], lambda _done, _what: None, count=2)
     assert load_plan(run / "plan.json").plan.cuts == (3,)
-    assert task.cuts == (1,)  # of two layers, of which each is two units after the embedding
-    words = (asked.prompt, "--temperature", "0", "--tokens", "3", "--json")
+    assert writer.work.cuts == (1,)  # of two layers, of which each is two units after the embedding
+    words = (prompt, "--temperature", "0", "--tokens", "3", "--json")
     found = bireme(capsys, "generate", str(run), *words).document
     assert found["by"] == "1 process with a cache of keys and values"
-    known = [*task.first, *found["ids"]]
+    first = writer.tokenizer.encode(prompt)
+    known = [*first, *found["ids"]]
     ids = torch.zeros((1, 32), dtype=torch.int64)
     ids[0, : len(known)] = torch.tensor(known)
     likeliest = _pipeline_logits(run, {"input_ids": ids, "labels": ids})[0].argmax(1)
-    assert found["ids"] == likeliest[len(task.first) - 1 : len(known) - 1].tolist()
+    assert found["ids"] == likeliest[len(first) - 1 : len(known) - 1].tolist()
+
+
+def test_another_machine_reads_the_tensors_of_a_checkpoint_where_the_first_one_has_them(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine alone wrote the checkpoint, so its tensors have no digests of their own."""
+    monkeypatch.setenv(RUNS, str(tmp_path))
+    monkeypatch.setattr(shared_model, "host_name", lambda: str(get_ident()))
+    store, form = HashStore(), TypeAdapter(ModelWork)
+    graph = load_graph(run / "evaluation-graph.json")
+    learned = [state.name for state in graph.parameters if state.trainable]
+
+    def shared(rank: int) -> tuple[Path, dict[str, Tensor]]:
+        world: Any = SimpleNamespace(rank=rank, size=2, store=store)
+        files, work = ModelFiles(world, str(run) if rank == 0 else "/nowhere/run"), None
+        if rank == 0:
+            subject = files.find((), lambda _text: None)
+            work = ModelWork(subject=subject, run=subject.run)
+        subject = (work := files.share(work, form)).subject
+        assert subject.checkpoint is not None
+        found = dict(subject.weights(RunModel.of(work.run, 1), graph)(learned))
+        store.set(f"read/{rank}", "")
+        store.wait(["read/0", "read/1"])
+        files.close()
+        return subject.checkpoint, found
+
+    (first, wanted), (path, found) = run_threads(2, shared)
+    assert path.is_relative_to(tmp_path)
+    assert [one.name for one in path.iterdir()] == ["manifest.json"]
+    assert path.name == first.name
+    assert found.keys() == wanted.keys() == set(learned)
+    assert all(torch.equal(found[name], wanted[name]) for name in learned)
 
 
 def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:

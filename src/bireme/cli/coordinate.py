@@ -3,11 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from bireme.machines.findings import Finding
     from bireme.machines.orders import RunOffer
     from bireme.machines.own_machine import MachineFacts
+    from bireme.train.coordination import Coordination
 
 
 PORT = 29600
 _WAIT_S = 30.0
+_PATIENCE_S = 5.0
+"""How long a machine may be lost before work that is no training begins again without it."""
 _NOWHERE = "192.0.2.1"
 """An address on no network: the way there shows this machine's own address."""
 
@@ -30,7 +33,7 @@ _NOWHERE = "192.0.2.1"
 def coordinate(
     run_file: Path | None = None,
     set_: list[str] | None = None,
-    listen: Annotated[str, {"words": PORT}] = "",
+    listen: str = "",
     machines: str = "",
     wait: Annotated[float | None, {"min": 0}] = None,
     no_devices: bool = False,
@@ -50,12 +53,9 @@ def coordinate(
     [dim]bireme coordinate run.toml --machines 3 --set sync.mode=quorum[/dim]
 
     Options:
-        listen (HOST:PORT): This machine's address for the others. By default that of its network card,
-            port {}.
-        machines (N | A..B): Machines to wait for, with this one unless --no-devices; by default 2.
         wait (SECONDS): With A..B: begin with at least A machines if no other comes for so long; by default
             30.
-        no_devices: Take no part in the training with this machine.
+        no_devices: Take no part in the training with this machine, which --machines then does not count.
         deputy (NAME): A machine of the run that may coordinate it if this one is lost: a name or the
             beginning of a key; repeatable. It gets this coordinator's key, so trust it.
         take_over (RUN): Coordinate this run in the place of a coordinator that is lost and whose deputy this
@@ -86,9 +86,69 @@ def coordinate(
     if not take_over:
         run, folder = _run_offer(run_file, set_ or [], as_json=as_json)
 
+    from bireme.report.live_view import live_view
+
+    coordination = _listening(
+        run,
+        folder,
+        listen,
+        (least, most),
+        port=port,
+        wait_s=_WAIT_S if wait is None else wait,
+        as_json=as_json,
+        takes_part=takes_part,
+        deputies=deputy or (),
+        home=home,
+        answers=not no_discovery,
+    )
+    with live_view():
+        status = coordination.run()
+    if as_json:
+        print_json({"status": status, **coordination.document()})
+    if status:
+        raise typer.Exit(status)
+
+
+def coordinate_work(
+    verb: Literal["evaluate", "generate"],
+    model: str,
+    words: Sequence[str],
+    listen: str,
+    machines: str,
+    answer: Callable[..., object],
+) -> None:
+    """Have machines that join do the work of `bireme VERB WORDS… MODEL` with this one. `answer` answers
+    questions of its first process.
+    """
+    from bireme.machines.orders import RunOffer
+
+    counts = _counts(machines or "2")
+    if counts[1] == 1:
+        raise BiremeError("--machines counts this machine too, so that none would join. Leave it out.")
+    name = f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
+    text = f'format = 1\n[log]\nname = "{name}"\nfolder = "runs"\n'
+    path = Path(model.removeprefix("hf:")).expanduser().resolve()
+    run = RunOffer(text, None, True, False, 0, _PATIENCE_S, verb=verb, words=(*words, str(path)))
+    status = _listening(run, Path(name).absolute(), listen, counts, answer=answer).run()
+    if status:
+        raise typer.Exit(status)
+
+
+def _listening(
+    run: "RunOffer",
+    folder: Path,
+    listen: str,
+    num_machines: tuple[int, int],
+    *,
+    port: int = PORT,
+    wait_s: float = _WAIT_S,
+    as_json: bool = False,
+    takes_part: bool = True,
+    **more: Any,
+) -> "Coordination":
+    """The coordination of a run, once its lines for the other machines are printed."""
     from bireme import __version__
     from bireme.machines.own_machine import MachineFacts, check_machine
-    from bireme.report.live_view import live_view
     from bireme.train.attendance import failures
     from bireme.train.coordination import Coordination
     from bireme.wire.listener import address_towards
@@ -102,30 +162,13 @@ def coordinate(
             typer.echo(text, err=stream == "err")
 
     address = address_of(listen) if listen else (address_towards(_NOWHERE) or "127.0.0.1", port)
-    wait_s = _WAIT_S if wait is None else wait
-    coordination = Coordination(
-        run,
-        folder,
-        address,
-        (least, most),
-        wait_s,
-        facts,
-        out,
-        takes_part=takes_part,
-        deputies=deputy or (),
-        home=home,
-        answers=not no_discovery,
+    found = Coordination(
+        run, folder, address, num_machines, wait_s, facts, out, takes_part=takes_part, **more
     )
-
-    coordination.listen()
+    found.listen()
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at this address
-    _print_lines(coordination.where, coordination.tokens)
-    with live_view():
-        status = coordination.run()
-    if as_json:
-        print_json({"status": status, **coordination.document()})
-    if status:
-        raise typer.Exit(status)
+    _print_lines(found.where, found.tokens)
+    return found
 
 
 def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tuple[RunOffer, Path]":

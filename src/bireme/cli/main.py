@@ -17,7 +17,7 @@ Train a model:
     export (model): Export the latest model of a run: a transformers folder, or safetensors with the model's
         names.
     merge (model): Add the adapter of a run to its base, and export the whole model: `bireme export --merged`.
-    generate (model): Let a model write: continue a prompt, or answer it.
+    generate (model): Let a model write: continue prompts, or answer them.
 
 Measure and plan:
     profile (plan): Measure each unit of a model: seconds forward and backward, bytes kept and sent.

@@ -2,7 +2,10 @@
 
 import os
 import shlex
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -86,10 +89,14 @@ def evaluate(
     batch_size: int | None = None,
     batches: Annotated[int | None, {"min": 0}] = None,
     workers: Annotated[int | None, {"min": 1}] = None,
+    machines: str = "",
+    listen: str = "",
     set_: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
     """Evaluate a model: its loss, perplexity, bits per byte of text, and tokens per second.
+
+    With --machines the model is on this machine and on those that type `bireme join`.
 
     [dim]bireme evaluate runs/first-run --data book.txt[/dim]
 
@@ -105,24 +112,81 @@ def evaluate(
             evaluates itself.
         workers (N): Processes that share the model as a pipeline; by default as many as its weights need.
     """
-    from bireme.report.terminal import progress_bar
-    from bireme.runtime.board import RankFailed
-    from bireme.train.evaluating import evaluate as evaluated
-    from bireme.train.subject import subject_of
-
     own = settings_of(
         ("--length", "data.length", length),
         ("--tokenizer", "data.tokenizer", tokenizer),
         ("--batch-size", "training.batch_size", batch_size),
     )
     sets = [*(set_ or ()), *own]
+    from bireme.cli.coordinate import coordinate_work
+    from bireme.report.terminal import progress_bar
+    from bireme.train.evaluating import evaluate as evaluated
+    from bireme.train.evaluating import evaluate_with_others
+    from bireme.train.shared_model import is_on_machines
+    from bireme.train.subject import subject_of
+
+    def answer(_what: str, found: dict[str, Any]) -> None:
+        _show_figures(found, as_json=as_json)
+
+    ask = _asks(workers, machines, listen, answer)
+    with _failures():
+        if ask is not None:
+            evaluate_with_others(model, sets, data, batches, ask)
+        elif machines or listen:
+            if not is_on_machines(model):
+                subject_of(model, sets, tell)
+            given = {"data": data, "batches": batches}
+            words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+            coordinate_work(
+                "evaluate", model, [*words, *(f"--set={text}" for text in sets)], listen, machines, answer
+            )
+        else:
+            with progress_bar("loading the model") as progress:
+                subject = subject_of(model, sets, tell)
+                found = evaluated(subject, data, most_batches=batches, workers=workers, progress=progress)
+            answer("written", found)
+
+
+# `bireme evaluate` and `bireme generate` over several machines, or in one process of several.
+
+
+def _asks(
+    workers: int | None, machines: str, listen: str, answer: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """Asks the command that coordinates the work of this process, or `answer`. None if this process is not
+    one of several that torchrun or `bireme join` has started. Refuses options that exclude each other.
+    """
+    several = "--machines" if machines else "--listen" if listen else ""
+    if workers is not None and several:
+        raise BiremeError(f"--workers is for one machine, and {several} for several. Leave one of them out.")
+    if not is_one_of_many():
+        return None
+    if given := "--workers" if workers is not None else several:
+        raise BiremeError(f"{given} is for one process, but torchrun started several. Leave it out.")
+    from bireme.machines.orders import phase_of
+    from bireme.train.joined_processes import Attended
+
+    if phase_of(os.environ):  # a stop is in order, and there is nothing to save
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(INTERRUPTED_STATUS))
+    attended = Attended.of(os.environ)
+    return answer if attended is None else attended.ask
+
+
+@contextmanager
+def _failures(before: str = "") -> Iterator[None]:
+    """End with a sentence and a status if processes fail or are interrupted."""
+    from bireme.runtime.board import RankFailed
+
     try:
-        with progress_bar("loading the model") as progress:
-            subject = subject_of(model, sets, tell)
-            found = evaluated(subject, data, most_batches=batches, workers=workers, progress=progress)
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED_STATUS) from None
     except RankFailed as error:
-        tell(str(error))
+        typer.echo(f"{before}bireme: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _show_figures(found: dict[str, Any], *, as_json: bool) -> None:
     for warning in found["warnings"]:
         tell(warning)
     if as_json:
@@ -157,23 +221,27 @@ def _show(found: dict[str, Any]) -> None:
 
 def generate(
     model: str,
-    prompt: str,
+    prompts: list[str] | None = None,
     tokens: Annotated[int, {"min": 1, "max": 10**6}] = 128,
     temperature: Annotated[float, {"min": 0.0, "max": 100.0}] = 0.8,
     top_p: Annotated[float, {"min": 0.0, "max": 1.0}] = 1.0,
     seed: Annotated[int, {"min": 0}] = 0,
     chat: bool = False,
     workers: Annotated[int | None, {"min": 1}] = None,
+    machines: str = "",
+    listen: str = "",
     set_: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
-    """Let a model write: continue a prompt, or answer it.
+    """Let a model write: continue prompts, or answer them.
 
-    The model may be larger than the memory of this machine. [dim]bireme generate runs/first-run "def "[/dim]
+    The model may be larger than the memory of this machine: with --machines it is on this one and those that
+    type `bireme join`. [dim]bireme generate runs/first-run "def "[/dim]
 
     Arguments:
         model (RUN|FOLDER): The folder of a run, of an exported model, or of any transformers model.
-        prompt: The text to continue, or with --chat a message; - reads standard input.
+        prompts ([PROMPT]...): Texts to continue, or with --chat messages; - is all of standard input. Without
+            any, each line of standard input is a prompt.
 
     Options:
         tokens (N): Most tokens to write.
@@ -183,43 +251,44 @@ def generate(
         chat: Give the prompt as a message of a user, by the chat template.
         workers (N): Processes of this machine, each with a part of the model; by default as many as the
             weights need. Under torchrun the processes are those that it starts.
+        as_json (--json): Print a JSON document for each text, in a line.
     """
-    others = is_one_of_many()
-    if others and (workers is not None or prompt == "-"):
-        what = "--workers" if workers is not None else "- as the prompt"
-        raise BiremeError(f"{what} is for one process, but torchrun started several. Leave it out.")
-    is_first = not others or os.environ["RANK"] == "0"
     if workers is not None:
         from bireme.runtime.processes import serve_from_here
 
         serve_from_here("bireme.train.generating")  # so that none of the processes imports it
+    from bireme.cli.coordinate import coordinate_work
     from bireme.report.terminal import progress_bar
-    from bireme.runtime.board import RankFailed
-    from bireme.runtime.world import number_of
-    from bireme.train.generating import TextRequest, hide, show, writer_of
+    from bireme.train.generating import Terminal, WritingStyle, write_with_others, writer_of
+    from bireme.train.shared_model import is_on_machines
     from bireme.train.subject import subject_of
 
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    asked = TextRequest(text, tokens, temperature, seed, chat, top_p)
-    count = number_of(os.environ, "WORLD_SIZE") if others else workers
-    try:
-        with progress_bar("loading the model") as progress:
-            subject = subject_of(model, set_ or (), tell)
-            writer = writer_of(subject, asked, progress, workers=count, is_of_many=others)
-        if is_first and not as_json and not chat:
-            show(text)
-        tell_text = hide if as_json else show
-        found = writer.write_with_others(tell_text) if others else writer.write(tell_text)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED_STATUS) from None
-    except RankFailed as error:
-        typer.echo(f"\nbireme: {error}", err=True)
-        raise typer.Exit(1) from None
-    if found is not None and as_json:
-        print_json(found.document())
-    elif found is not None:
-        typer.echo()
-        tell(found.speed)
+    answer = Terminal([], chat, as_json)
+    ask, is_coordinated = _asks(workers, machines, listen, answer), bool(machines or listen)
+    is_read = not prompts or (ask is not None and "-" in prompts)
+    if is_read and (workers not in (None, 1) or (ask is answer and os.environ["RANK"] == "0")):
+        raise BiremeError("Several processes read no prompts from standard input. Give the prompts.")
+    texts = [sys.stdin.read().removesuffix("\n") if one == "-" else one for one in prompts or ()]
+    answer.prompts, sets = texts, list(set_ or ())
+    style = WritingStyle(tokens, temperature, seed, chat, top_p)
+    with _failures("\n" if ask is None else ""):  # on a line after the text
+        if ask is not None:
+            write_with_others(model, sets, style, texts, ask)
+            return
+        if not (is_coordinated and is_on_machines(model)):
+            with progress_bar("loading the model") as progress:
+                subject = subject_of(model, sets, tell)
+                writer = writer_of(subject, style, texts, progress, 2 if is_coordinated else workers)
+            if not is_coordinated:
+                writer.write(answer)
+                return
+            if writer.graph is not None:  # which reads as much as the longest text has
+                sets.append(f"data.length={writer.work.run.data.length}")
+        options = {"tokens": tokens, "temperature": temperature, "top-p": top_p, "seed": seed}
+        words = [f"--{name}={value}" for name, value in options.items()] + ["--chat"] * chat
+        coordinate_work(
+            "generate", model, [*words, *(f"--set={text}" for text in sets)], listen, machines, answer
+        )
 
 
 # `bireme export`: the most recent weights of a run as a model folder.

@@ -120,6 +120,8 @@ class Gathering:
         machines get orders for another phase.
         """
         self._has_closed = False
+        self._is_cut_short = False
+        """Whether work that ends at once was stopped: its processes lose each other."""
         self.models: dict[str, dict[str, str]] = {}
         """By name, the machines that serve the model of the run that has ended there, with its address."""
         self.deputies: Sequence[str] = ()
@@ -154,6 +156,7 @@ class Gathering:
     def stop(self) -> None:
         """Stop the run in order on all machines."""
         with self._lock:
+            self._is_cut_short = self._run.verb != "train"
             self.phases.ask_stop()
 
     def machines(self) -> list[dict[str, Any]]:
@@ -263,7 +266,7 @@ class Gathering:
             for phase, stream, text in told.lines:
                 if stream == "out" and self._run.as_json:
                     self._documents.setdefault(phase, []).append(text)
-                elif not one.is_own and phase not in self.phases.unused:
+                elif not one.is_own and phase not in self.phases.unused and not self._is_cut_short:
                     self._tell(f"{name}: {printable(text.removeprefix('bireme: '))}")
             self.phases.note_leaves(public, leaves=told.leaves)
             before = self.phases.num_news

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
 from pydantic import StringConstraints, TypeAdapter
@@ -61,7 +61,8 @@ class RunOffer:
     """The run: its file as a text, and what decides how machines take part. `workers` are the processes of
     each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
     new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`, and if the
-    run `replans`, a slow stage too.
+    run `replans`, a slow stage too. With a `verb` it is no training but that command with these `words`, and
+    the text is empty but for a name.
     """
 
     text: str
@@ -72,6 +73,8 @@ class RunOffer:
     patience_s: float
     as_json: bool = False
     replans: bool = False
+    verb: Literal["train", "evaluate", "generate"] = "train"
+    words: tuple[str, ...] = ()
 
 
 def phase_of(variables: Mapping[str, str]) -> int:

@@ -36,8 +36,8 @@ _LEAST_COMPARED = 5
 class PhaseRules:
     """How a run takes machines: it begins with `most` at once, and with `least` once no other has come for
     `wait_s`. A machine that has come or gone counts after `patience_s`. With `needs_all` a phase cannot go on
-    without each of its machines, unless its forecast says otherwise. The run has `steps` batches. If it
-    `replans`, a stage that has been slow for `patience_s` leads to a new plan.
+    without each of its machines, unless its forecast says otherwise. The run has `steps` batches, 0 if it is
+    no training. If it `replans`, a stage that has been slow for `patience_s` leads to a new plan.
     """
 
     least: int
@@ -437,7 +437,8 @@ class RunPhases:
             if not is_churn or self._num_failures > _MOST_FAILURES:
                 self._finish(phase.worst or 1)
                 return
-            self._say(f"Phase {phase.number} has ended, and the run goes on from its newest state.")
+            rest = "the run goes on from its newest state" if self.rules.steps else "its work begins again"
+            self._say(f"Phase {phase.number} has ended, and {rest}.")
         if phase.step is not None:
             began_s = phase.end_s if phase.end else now_s
             since_s = min((since_s for since_s, _ in phase.lost.values()), default=began_s)

@@ -172,6 +172,8 @@ class Attendance(Interruptible):
         """Lines to other machines that the coordinator has not got yet, by their keys."""
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
+        self.answer: Callable[..., object] | None = None
+        """Answers questions of the work, if this machine coordinates it."""
         self._phases: dict[int, JoinedProcesses] = {}
         self._num_kills = 0
         self._server: FolderServer | None = None
@@ -421,7 +423,14 @@ class Attendance(Interruptible):
         show = partial(self._show, orders.phase)
         lines = variable_of(orders.lines)
         self._phases[orders.phase] = JoinedProcesses(
-            orders, show, self._ask_keeper, lambda: self._keeper_address, self._wake.set, before, lines
+            orders,
+            show,
+            self._ask_keeper,
+            lambda: self._keeper_address,
+            self._wake.set,
+            before,
+            lines,
+            self.answer,
         )
 
     def _reserve(self) -> None:

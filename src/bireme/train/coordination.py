@@ -7,7 +7,7 @@ killed, the same command takes the run up by its record.
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,12 +59,14 @@ class Coordination(Interruptible):
         deputies: Sequence[str] = (),
         home: Path | None = None,
         answers: bool = True,
+        answer: Callable[..., object] | None = None,
     ) -> None:
         """`folder` is that of the run, `address` is this machine's for the others; port 0 is a free one. The
         run begins with the most machines at once, and with the least once no other has come for `wait_s`. If
         this machine `takes_part` in the training, `out` prints the lines of its processes. It hands over what
         they need to `deputies`. In `home` is what another coordinator has handed over to this machine.
-        If it `answers`, machines of the local network find it.
+        If it `answers`, machines of the local network find it. `answer` answers questions of work that is no
+        training: if this command is killed, that is not taken up.
         """
         super().__init__()
         (host, port), own = address, own_key(None if home is None else home / FILE)
@@ -88,7 +90,8 @@ class Coordination(Interruptible):
                 takes_part = False
             port = port or record.port
         self._listener = GatheringListener(self._gathering, (host, port), own, facts)
-        self._gathering.keep = self._keep
+        if run.verb == "train":
+            self._gathering.keep = self._keep
         port = self._listener.port
         note_coordinator((host, port), own.public)  # so that this machine can join if a deputy takes over
         self.where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -109,6 +112,7 @@ class Coordination(Interruptible):
             here = host if host.startswith("127.") else "127.0.0.1"
             self._attendance = Attendance((here, port), own, own.public, facts, facts.name, tell, out)
             self._attendance.listens_at = host
+            self._attendance.answer = answer
             self._own_secret = self.tokens.pop().secret if self.tokens else ""
 
     def run(self) -> int:

@@ -13,14 +13,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
-from bireme.errors import BiremeError, Progress
+from bireme.errors import BiremeError, Progress, tell
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.model.units import units_of
 from bireme.runtime.evaluation import Evaluation, ForwardPipeline
-from bireme.runtime.launch import launch
 from bireme.runtime.microbatches import Batch, Rows
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
@@ -32,11 +32,12 @@ from bireme.train.data.prepare import RunData, check_sizes
 from bireme.train.data.samples import IGNORED, SampleRange, Samples
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
-from bireme.train.machines import Machines, machines_here
+from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
-from bireme.train.subject import Subject, num_bytes_of, num_gpus_for, room_on
+from bireme.train.shared_model import ModelWork, launched, shared_world, use_device
+from bireme.train.subject import Subject, check_count, num_bytes_of, num_gpus_for, room_on
 
 # What an evaluation takes of its data, and the figures that follow from its loss.
 #
@@ -271,11 +272,49 @@ _WHOLE = ""
 """What data are called that are no mixture."""
 
 
+def evaluate_with_others(
+    text: str,
+    sets: Sequence[str],
+    data: str | None,
+    most_batches: int | None,
+    ask: Callable[..., Any],
+) -> None:
+    """Evaluate the model that `text` names in processes that torchrun or `bireme join` has started: each of
+    them calls this, and rank 0 has `ask` show the document as "written".
+    """
+    with shared_world(text) as (world, files):
+
+        def measure(job: _Job | None) -> _Measured:
+            shared = files.share(job, _JOB)
+            use_device(world, shared.run)
+            return _measure(world, shared)
+
+        if world.rank:
+            measure(None)
+            return
+        subject = files.find(sets, tell)
+        found = evaluate(
+            subject,
+            data,
+            most_batches=most_batches,
+            workers=world.size,
+            progress=lambda _done, _what: None,
+            measure=measure,
+        )
+        ask("written", found | {"device": world.device.type})
+
+
 def evaluate(
-    subject: Subject, data: str | None, *, most_batches: int | None, workers: int | None, progress: Progress
+    subject: Subject,
+    data: str | None,
+    *,
+    most_batches: int | None,
+    workers: int | None,
+    progress: Progress,
+    measure: "Callable[[_Job], _Measured] | None" = None,
 ) -> dict[str, Any]:
     """Evaluate a model on `data`, or a run on what it kept apart for that, as it does itself; the result as
-    its document.
+    its document. `measure` runs it in processes that were started before.
 
     `most_batches` limits how much of the data is taken; 0 is all. `workers` are processes; if None as many as
     the weights need. In the document `tokens_given` and `samples_given` are those of all the data, None if
@@ -297,12 +336,20 @@ def evaluate(
     model.check_loss(graph)
     check_sizes(samples, graph.inputs, "evaluation", is_text=held.is_text)
     subject.check(model, graph)
-    machines, num_stages = _machines(job.run, graph, workers)
-    job = replace(job, num_stages=num_stages, device=machines.device)
+    num_stages = _num_stages(job.run, graph, workers)
     with TemporaryDirectory() as scratch:
-        job = replace(job, graph=Path(scratch) / "graph.json")
-        save_graph(graph, job.graph)
-        found, seconds = _measure(None, job, progress) if num_stages == 1 else _over_workers(job, machines)
+        path = Path(scratch) / "graph.json"
+        save_graph(graph, path)
+        job = replace(job, num_stages=num_stages, graph=path)
+        if measure is not None:
+            found, seconds = measure(job)
+        else:
+            machines = machines_here(job.run.with_keys("cluster", source=None, workers=num_stages))
+            job = replace(job, device=machines.device)
+            if num_stages > 1:
+                found, seconds = launched(_measure, machines, num_stages, job.run, job)[0]
+            else:
+                found, seconds = _measure(None, job, progress)
     if not any(one.weight for one in found.values()):
         raise BiremeError(f"Nothing in {job.data} counts for the loss, so there is none. Give other data.")
     shares = shares_of(samples) if job.is_as_in_run else {_WHOLE: 1.0}
@@ -333,21 +380,18 @@ def _num_tokens(samples: Samples) -> int | None:
     return sum(counts) if len(counts) == len(sources_of(samples)) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job(ModelWork):
     """What each process is told: the model, the data of `run`, how it is divided.
 
     With `is_apart` the data are those that the run kept apart. All are taken, or `most_batches` batches; with
     `is_as_in_run` as many and in the same order as the run takes them itself.
     """
 
-    subject: Subject
-    run: RunFile
     data: str
     is_apart: bool
     is_as_in_run: bool
     most_batches: int | None
-    graph: Path = Path()
     num_stages: int = 1
     device: str = "cpu"
 
@@ -355,6 +399,9 @@ class _Job:
         """The same with batches of so many samples, which go through the model at once."""
         run = self.run.with_keys("training", batch_size=size)
         return replace(self, run=run, subject=replace(self.subject, num_microbatches=1))
+
+
+_JOB = TypeAdapter(_Job)
 
 
 def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
@@ -370,7 +417,14 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
         run = run.with_keys("data", **other)
     own = asked.evaluation_source or f"the evaluation data of {asked.named}"
     as_in_run = is_apart and most_batches != 0
-    return _Job(subject, run, own if data is None else data, is_apart, as_in_run, most_batches or None)
+    return _Job(
+        subject=subject,
+        run=run,
+        data=own if data is None else data,
+        is_apart=is_apart,
+        is_as_in_run=as_in_run,
+        most_batches=most_batches or None,
+    )
 
 
 def _found(job: _Job, model: RunModel, progress: Progress | None = None) -> RunData:
@@ -405,9 +459,9 @@ def _sets(job: _Job, samples: Samples) -> dict[str, EvaluationSet]:
     return {_WHOLE: everything}
 
 
-def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines, int]:
-    """The devices of this machine to evaluate on, and how many of them."""
-    held, num_units = num_bytes_of(graph), len(units_of(graph))
+def _num_stages(run: RunFile, graph: Graph, workers: int | None) -> int:
+    """How many processes evaluate."""
+    held = num_bytes_of(graph)
     needed = workers or num_gpus_for(run, held)
     if workers is None and needed > max(num_cuda := num_accelerators(), 1):
         room = num_cuda * min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num_cuda))
@@ -415,34 +469,18 @@ def _machines(run: RunFile, graph: Graph, workers: int | None) -> tuple[Machines
             f"The weights take {held / 2**30:.1f} GiB, and the {num_cuda} GPUs here have room for "
             f"{room / 2**30:.1f} GiB of them. Use --set model.dtype=bfloat16 or --set cluster.device=cpu."
         )
-    if needed > num_units:
-        raise BiremeError(
-            f"The model has {num_units} units, which are too few for {needed} workers: each needs one. Ask "
-            "for fewer workers."
-        )
-    return machines_here(run.with_keys("cluster", source=None, workers=needed)), needed
+    check_count(needed, len(units_of(graph)), "units")
+    return needed
 
 
 _Measured = tuple[dict[str, Evaluation], float]
 """The evaluation of each source, and the seconds of all."""
 
 
-def _over_workers(job: _Job, machines: Machines) -> _Measured:
-    measured: Sequence[_Measured] = launch(
-        _measure,
-        job.num_stages,
-        job,
-        timeout_s=job.run.cluster.timeout_s,
-        threads_per_process=machines.threads,
-        backend=machines.backend,
-        device=machines.device,
-    )
-    return measured[0]
-
-
 def _measure(world: World | None, job: _Job, progress: Progress | None = None) -> _Measured:
     """What every process does: make its part of the model, and run its part of all batches."""
     device = device_of_process(job.device, 0) if world is None else world.device
+    assert job.graph is not None, "it was captured before"
     model, graph = RunModel.of(job.run, 1), load_graph(job.graph)
     sets = _sets(job, _found(job, model).training)
     pipeline = ForwardPipeline(

@@ -24,7 +24,7 @@ from bireme.train.data.samples import IGNORED
 from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.export import NewestWeights, export_checkpoint
 from bireme.train.folder import RunFolder
-from bireme.train.generating import Choice, TextRequest, end_ids
+from bireme.train.generating import Choice, WritingStyle, end_ids
 from bireme.train.model import remove_initial
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun
@@ -140,12 +140,12 @@ def written(run: RunFile, weights: NewestWeights, data: RunData) -> str:
         first = _question(run, data, tokenizer, example)
     ends = end_ids(run, tokenizer, () if example is None else example.answer)
     part = _WholeModel(run, weights)
-    asked = TextRequest(run.log.prompt, run.log.sample_tokens, _TEMPERATURE, seed=0)
+    style = WritingStyle(run.log.sample_tokens, _TEMPERATURE, seed=0)
     before = torch.get_num_threads()
     if weights.num_bytes < _LEAST_SHARED_BYTES:
         torch.set_num_threads(1)
     try:
-        made = continued(part, first, Choice(asked, tokenizer.num_tokens, ends), asked.num_tokens)
+        made = continued(part, first, Choice(style, tokenizer.num_tokens, ends), style.num_tokens)
         return tokenizer.decode([*first, *made])
     except Exception:
         if run.model.source.startswith(("gpt:", "hf:")):

@@ -1,4 +1,4 @@
-"""`bireme generate`: text that a model writes, token by token, in one process or in a line of several.
+"""`bireme generate`: texts that a model writes, token by token, in one process or in a line of several.
 
 A decoder of transformers writes with a cache of keys and values: each process has some of its layers. Any
 other model runs as captured units without a cache, so each token takes a forward over all tokens before it.
@@ -6,25 +6,27 @@ other model runs as captured units without a cache, so each token takes a forwar
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from bireme.bounds import counted
-from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
-from bireme.errors import BiremeError, Progress, Tell
+from bireme.devices import num_accelerators
+from bireme.errors import BiremeError, Progress, tell
 from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.fabric import DistFabric
-from bireme.runtime.launch import launch
 from bireme.runtime.token_line import TokenLine, continued
 from bireme.runtime.world import World
 from bireme.train.data.encoding import chat_form
@@ -33,15 +35,16 @@ from bireme.train.data.tokenizer import FolderTokenizer, Tokenizer, load_tokeniz
 from bireme.train.folder import RunFolder
 from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
+from bireme.train.rendezvous import Announcements
 from bireme.train.run_file import RunFile
 from bireme.train.run_file.defaults import context_of, folder_of
+from bireme.train.shared_model import ModelWork, device_for, launched, shared_world, use_device
 from bireme.train.subject import (
     IDS,
-    CapturedPart,
-    DecoderPart,
     DividedModel,
     PartPlace,
     Subject,
+    check_count,
     num_bytes_of,
     num_gpus_for,
     reading_speed,
@@ -70,10 +73,6 @@ class Generated:
     by: str
     device: str
 
-    def document(self) -> dict[str, Any]:
-        """In the words of JSON."""
-        return asdict(self)
-
     @property
     def speed(self) -> str:
         """The tokens per second, and the processes that made them."""
@@ -85,14 +84,13 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
-class TextRequest:
-    """What to write: at most `num_tokens`, the likeliest if the temperature is 0, else drawn from `seed`
-    among the likeliest ones that have `top_p` of the probability together.
+class WritingStyle:
+    """How a text is written: at most `num_tokens`, the likeliest if the temperature is 0, else drawn from
+    `seed` among the likeliest ones that have `top_p` of the probability together.
 
-    With `is_chat` the prompt is a message of the user's.
+    With `is_chat` a prompt is a message of the user's.
     """
 
-    prompt: str
     num_tokens: int
     temperature: float
     seed: int
@@ -100,213 +98,262 @@ class TextRequest:
     top_p: float = 1.0
 
 
+Ask = Callable[..., Any]
+"""Asks the command that a person has typed for the next `prompt`, which is None after the last one, or has it
+show a `piece` of a text, or what was `written`. If several processes write, one of them asks. A prompt is
+given again until its text is written.
+"""
+
+
+@dataclass(slots=True)
+class Terminal:
+    """Prompts of the command line, or if there are none those of the lines of standard input, and their texts
+    on standard output.
+    """
+
+    prompts: Sequence[str]
+    is_chat: bool
+    as_json: bool
+    _num: int = 0
+    _asked: str | None = None
+    _input: FileIO | None = field(default=None, repr=False)
+
+    def __call__(self, what: str, *words: Any) -> Any:
+        """The answer to a question."""
+        acts: dict[str, Ask] = {"prompt": self._prompt, "piece": self._piece, "written": self._written}
+        return acts[what](*words)
+
+    def _prompt(self) -> str | None:
+        if self._asked is not None:
+            _show("\n" * (not self.as_json))  # its text begins again
+        elif self.prompts:
+            self._asked = self.prompts[self._num] if self._num < len(self.prompts) else None
+            self._num += 1
+        else:
+            self._asked = self._typed()
+        if self._asked is not None and not self.as_json and not self.is_chat:
+            _show(self._asked)
+        return self._asked
+
+    def _typed(self) -> str | None:
+        """The next line that is not empty; None at the end."""
+        # Not sys.stdin, whose lock would keep a process from ending while a thread waits for a line.
+        self._input = self._input or FileIO(0, closefd=False)
+        while True:
+            if sys.stdin.isatty():
+                sys.stderr.write("> ")
+                sys.stderr.flush()
+            line = self._input.readline().decode(errors="replace")
+            if text := line.rstrip("\r\n"):
+                return text
+            if not line:
+                return None
+
+    def _piece(self, text: str) -> None:
+        if not self.as_json:
+            _show(text)
+
+    def _written(self, found: Generated) -> None:
+        self._asked = None
+        if self.as_json:
+            _show(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+        else:
+            _show("\n")
+            tell(found.speed)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 class Choice:
     """Chooses the next token, an id below `num_tokens`, by the scores of all; None for one of the `ends`."""
 
-    def __init__(self, asked: TextRequest, num_tokens: int, ends: frozenset[int]) -> None:
-        self._asked, self._num_tokens, self._ends = asked, num_tokens, ends
-        self._generator = torch.Generator().manual_seed(asked.seed)
+    def __init__(self, style: WritingStyle, num_tokens: int, ends: frozenset[int]) -> None:
+        self._style, self._num_tokens, self._ends = style, num_tokens, ends
+        self._generator = torch.Generator().manual_seed(style.seed)
 
     def __call__(self, given: Tensor) -> int | None:
         """The next token of the text."""
-        scores, asked = given.float().cpu(), self._asked
+        scores, style = given.float().cpu(), self._style
         scores[self._num_tokens :] = -torch.inf
-        if asked.temperature:
-            shares = torch.softmax(scores / asked.temperature, dim=-1)
-            if asked.top_p < 1:
+        if style.temperature:
+            shares = torch.softmax(scores / style.temperature, dim=-1)
+            if style.top_p < 1:
                 ordered, places = shares.sort(descending=True)
-                shares[places[1:][ordered.cumsum(0)[:-1] >= asked.top_p]] = 0
+                shares[places[1:][ordered.cumsum(0)[:-1] >= style.top_p]] = 0
             chosen = int(torch.multinomial(shares, 1, generator=self._generator))
         else:
             chosen = int(scores.argmax())
         return None if chosen in self._ends else chosen
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """The work of all processes: the model of `run` with its weights, and the text to write with it.
-
-    `cuts` are those of the run's plan, None if the processes divide the model by their memory. `graph` is a
-    file with the captured model, None if each process captures it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writing(ModelWork):
+    """The work of all processes: to write with a model of so much `context`, with the ids that its tokenizer
+    knows. `cuts` are those of the run's plan, None if the processes divide the model by their memory.
     """
 
-    subject: Subject
-    run: RunFile
-    asked: TextRequest
-    first: tuple[int, ...]
-    """The ids of the prompt."""
-    ends: frozenset[int]
+    style: WritingStyle
     num_tokens: int
-    """The ids that the tokenizer knows."""
     context: int
     is_cached: bool
-    num_processes: int
-    cuts: tuple[int, ...] | None = None
-    graph: Path | None = None
+    cuts: tuple[int, ...] | None
 
-    def choice(self) -> Choice:
-        """Chooses the tokens of the text."""
-        return Choice(self.asked, self.num_tokens, self.ends)
+
+_WRITING = TypeAdapter(_Writing)
 
 
 @dataclass(frozen=True, slots=True)
 class TextWriter:
-    """A model that is ready to write: loaded, if it writes in this process alone."""
+    """A model that is to write with `count` processes, with its captured graph unless it has a cache."""
 
-    task: _Task
+    work: _Writing
+    model: RunModel
     tokenizer: Tokenizer
-    part: DecoderPart | CapturedPart | None = None
-    graph: Graph | None = None
+    count: int
+    device: torch.device
+    """Of a process alone."""
+    graph: Graph | None
 
-    def write(self, tell: Tell) -> Generated:
-        """Let the model write; `tell` gets each piece of the text as soon as it is there. If several
-        processes write, one of them calls it, so it must be importable.
+    def write(self, ask: Ask) -> None:
+        """Let the model write all texts that are asked for, in new processes if they are several: then `ask`
+        must go through pickle.
         """
-        if self.part is not None:
-            return _written(self.task, self.tokenizer, self.part, None, tell)
-        task, run = self.task, self.task.run
-        here = run.with_keys("cluster", source=None, workers=task.num_processes, backend="gloo")
-        machines = machines_here(here)
         with TemporaryDirectory() as scratch:
-            if self.graph is not None:
-                path = Path(scratch) / "graph.json"
-                save_graph(self.graph, path)
-                task = replace(task, graph=path)
-            found = launch(
-                _write_part,
-                task.num_processes,
-                task,
-                tell,
-                timeout_s=run.cluster.timeout_s,
-                threads_per_process=machines.threads,
-                device=machines.device,
-            )[0]
-        assert found is not None
-        return found
+            work = self.saved(scratch)
+            if self.count > 1:
+                run = work.run.with_keys("cluster", source=None, workers=self.count, backend="gloo")
+                launched(_write_part, machines_here(run), self.count, run, work, ask)
+                return
+            with World.alone(device=self.device.type) as world:
+                _write_part(world, work, ask, self.model)
 
-    def write_with_others(self, tell: Tell) -> Generated | None:
-        """The same in processes that torchrun has started, each of which calls this; None but on rank 0."""
-        device = _device(self.task.run).type
-        with World.from_environment(timeout_s=self.task.run.cluster.timeout_s, device=device) as world:
-            return _write_part(world, self.task, tell)
+    def saved(self, scratch: str) -> _Writing:
+        """The work with the captured graph in a file."""
+        if self.graph is None:
+            return self.work
+        path = Path(scratch) / "graph.json"
+        save_graph(self.graph, path)
+        return replace(self.work, graph=path)
 
 
-def show(text: str) -> None:
-    """Write a piece of a text to standard output at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def hide(_text: str) -> None:
-    """Show nothing of a text before it is whole."""
+def write_with_others(
+    text: str, sets: Sequence[str], style: WritingStyle, prompts: Sequence[str], ask: Ask
+) -> None:
+    """Let the model that `text` names write, in processes that torchrun or `bireme join` has started: each of
+    them calls this, and rank 0 asks. `prompts` are known before.
+    """
+    with shared_world(text) as (world, files), TemporaryDirectory() as scratch:
+        work = None
+        if world.rank == 0:
+            subject = files.find(sets, tell)
+            writer = writer_of(subject, style, prompts, lambda _done, _what: None, world.size)
+            work = writer.saved(scratch)
+        work = files.share(work, _WRITING)
+        use_device(world, work.run)
+        _write_part(world, work, ask)
 
 
 def writer_of(
     subject: Subject,
-    asked: TextRequest,
+    style: WritingStyle,
+    prompts: Sequence[str],
     progress: Progress,
-    *,
-    workers: int | None = None,
-    is_of_many: bool = False,
+    count: int | None = None,
 ) -> TextWriter:
-    """The model of a subject, ready to write in as many processes, by default as many as its weights need.
-    With `is_of_many` other programs have started them, and each makes a writer.
+    """The model of a subject, to write with `count` processes, by default as many as its weights need.
+    `prompts` are those known before.
     """
     progress(0.0, "loading the model")
-    # Nothing that packs documents, and a last layer that leaves its scores.
-    run = subject.run.with_keys("data", packing=None).with_keys("model", fused_loss=False)
+    # Nothing that packs documents, a last layer that leaves its scores, and none of the run's data.
+    unused = {"mixture": None, "evaluation_source": None, "private": None, "packing": None}
+    data = {**unused, "source": RunFile().data.source}
+    run = subject.run.with_keys("data", **data).with_keys("model", fused_loss=False)
     model = RunModel.of(run, 1)
     _check_writes(model, subject.name)
     tokenizer = _tokenizer_of(model)
-    first, ends = _first(subject, tokenizer, asked)
+    begun = [_first(subject, tokenizer, style, prompt)[0] for prompt in prompts or [""]]
     config: Any = model.source.base.config if folder_of(run.model.source) is not None else None
     context = None if config is None else context_of(config.to_dict())
     decoder = decoder_of(model.source.model)
     states = _states(subject, model)
     num_bytes = num_bytes_of(states)
     needed, device = num_gpus_for(run, num_bytes), _device_for(run, num_bytes)
-    count = workers or (needed if needed <= num_accelerators() else 1)
+    count = count or (needed if needed <= num_accelerators() else 1)
     is_whole = count == 1 and num_bytes <= room_on(device)
     if decoder is not None and decoder.layers is None and not is_whole:
         decoder = None
     if decoder is None:
-        length = len(first) + asked.num_tokens
+        length = max(map(len, begun)) + style.num_tokens if prompts else run.data.length
         run = run.with_keys("data", length=min(length, context or length))
         model = RunModel.of(run, 1)
         progress(0.0, "capturing the model")
         states = model.evaluation.graph(1)
     subject.check(model, states)
     whole = DividedModel(subject.name, states, decoder, context or sys.maxsize)
-    num_parts = len(whole.sizes())
-    if count > num_parts:
-        what = "units" if decoder is None else "layers"
-        raise BiremeError(
-            f"The model has {num_parts} {what}, which are too few for {count} processes: each needs one. Ask "
-            "for fewer."
-        )
-    cuts = _planned_cuts(subject, count, whole)
-    known = (tokenizer.num_tokens, whole.context, decoder is not None, count, cuts)
-    task = _Task(subject, run, asked, tuple(first), ends, *known)
-    if count > 1 or is_of_many:
-        return TextWriter(task, tokenizer, graph=None if is_of_many or decoder is not None else states)
-    progress(0.0, "loading the weights")
-    part = whole.part(subject.weights(model, states), device, [PartPlace(room_on(device))])
-    return TextWriter(task, tokenizer, part)
-
-
-def _written(
-    task: _Task,
-    tokenizer: Tokenizer,
-    part: DecoderPart | CapturedPart,
-    line: TokenLine | None,
-    tell: Tell,
-) -> Generated:
-    """The text, on rank 0."""
-    text, begin_s = _Text(tokenizer, task.first, tell), perf_counter()
-    ids, first_s = list[int](), 0.0
-    for number in continued(part, task.first, task.choice(), task.asked.num_tokens, line):
-        first_s = first_s or perf_counter() - begin_s
-        ids.append(text.add(number))
-    how = f"{counted(task.num_processes, 'process')} {part.how}"
-    return Generated(
-        task.subject.name,
-        task.subject.step,
-        task.asked.prompt,
-        text.end(),
-        tuple(ids),
-        len(task.first),
-        len(ids) < task.asked.num_tokens,
-        perf_counter() - begin_s,
-        first_s,
-        task.num_processes,
-        how,
-        part.device.type,
+    check_count(count, len(whole.sizes()), "units" if decoder is None else "layers")
+    work = _Writing(
+        subject=subject,
+        run=run,
+        style=style,
+        num_tokens=tokenizer.num_tokens,
+        context=whole.context,
+        is_cached=decoder is not None,
+        cuts=_planned_cuts(subject, count, whole),
     )
+    return TextWriter(work, model, tokenizer, count, device, states if decoder is None else None)
 
 
-def _write_part(world: World, task: _Task, tell: Tell) -> Generated | None:
-    """The work of each process: load its part of the model, and let the tokens through."""
-    model, device = RunModel.of(task.run, 1), world.device
+def _write_part(world: World, work: _Writing, ask: Ask, model: RunModel | None = None) -> None:
+    """The work of each process: load its part of the model, and let the tokens of all texts through."""
+    model, device, style = model or RunModel.of(work.run, 1), world.device, work.style
     line = TokenLine(DistFabric(world, wait_s=torch.inf), device)
-    decoder = decoder_of(model.source.model) if task.is_cached else None
-    if decoder is not None:
-        states = _states(task.subject, model)
-    else:
-        states = model.evaluation.graph(1) if task.graph is None else load_graph(task.graph)
-    whole = DividedModel(task.subject.name, states, decoder, task.context)
-    weights = task.subject.weights(model, states)
-    part = whole.part(weights, device, _places(world), world.rank, task.cuts)
+    decoder = decoder_of(model.source.model) if work.is_cached else None
+    states = _states(work.subject, model) if work.graph is None else load_graph(work.graph)
+    whole = DividedModel(work.subject.name, states, decoder, work.context)
+    weights = work.subject.weights(model, states)
+    part = whole.part(weights, device, _places(world), world.rank, work.cuts)
+    tokenizer, talk, number = _tokenizer_of(model), Announcements(world.store), 0
     try:
         line.meet()
-        if world.rank == 0:
-            return _written(task, _tokenizer_of(model), part, line, tell)
-        for _ in continued(part, task.first, task.choice(), task.asked.num_tokens, line):
-            pass
+        while True:
+            prompt, name = None, f"text/{number}"
+            if world.rank == 0:
+                prompt = ask("prompt")
+                begin = None if prompt is None else _first(work.subject, tokenizer, style, prompt)
+                talk.say(name, begin and [begin[0], [*begin[1]]])
+            if (told := talk.hear(name)) is None:
+                return
+            first, ends = told
+            text, begin_s, first_s = _Text(tokenizer, first, partial(ask, "piece")), perf_counter(), 0.0
+            choice = Choice(style, work.num_tokens, frozenset(ends))
+            for one in continued(part, first, choice, style.num_tokens, line):
+                first_s = first_s or perf_counter() - begin_s
+                if world.rank == 0:
+                    text.add(one)
+            if prompt is not None:
+                found = Generated(
+                    work.subject.name,
+                    work.subject.step,
+                    prompt,
+                    text.end(),
+                    (ids := tuple(text.ids[len(first) :])),
+                    len(first),
+                    len(ids) < style.num_tokens,
+                    perf_counter() - begin_s,
+                    first_s,
+                    world.size,
+                    f"{counted(world.size, 'process')} {part.how}",
+                    device.type,
+                )
+                ask("written", found)
+            number += 1
     except BrokenPipeError:  # the reader of the text has enough
         raise KeyboardInterrupt from None
     finally:
         line.close()
-    return None
 
 
 def _places(world: World) -> list[PartPlace]:
@@ -374,57 +421,52 @@ def _tokenizer_of(model: RunModel) -> Tokenizer:
     return tokenizer
 
 
-def _first(subject: Subject, tokenizer: Tokenizer, asked: TextRequest) -> tuple[list[int], frozenset[int]]:
-    """The ids of the prompt, and those that end the text."""
-    if asked.is_chat:
+def _first(
+    subject: Subject, tokenizer: Tokenizer, style: WritingStyle, prompt: str
+) -> tuple[list[int], frozenset[int]]:
+    """The ids of a prompt, and those that end the text."""
+    if style.is_chat:
         form = chat_form(tokenizer)
-        example = [{"role": "user", "content": asked.prompt}, {"role": "assistant", "content": "1"}]
+        example = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "1"}]
         row = form.encode(example, "the prompt")
-        return form.question(asked.prompt), end_ids(subject.run, tokenizer, row.ids[row.counts].tolist())
+        return form.question(prompt), end_ids(subject.run, tokenizer, row.ids[row.counts].tolist())
     ends = end_ids(subject.run, tokenizer)
     if isinstance(tokenizer, FolderTokenizer) and subject.step is None:
         # A model that Bireme did not train begins texts as its own tokenizer does.
-        ids = [int(one) for one in tokenizer.backend(asked.prompt)["input_ids"]]
+        ids = [int(one) for one in tokenizer.backend(prompt)["input_ids"]]
     else:
-        ids = tokenizer.encode(asked.prompt)
+        ids = tokenizer.encode(prompt)
     return ids or [tokenizer.end_of_text or 0], ends
 
 
 class _Text:
     """The text after a prompt, of ids that come one by one. Some letters take several of them."""
 
-    def __init__(self, tokenizer: Tokenizer, first: Sequence[int], tell: Tell) -> None:
-        self._tokenizer, self._tell = tokenizer, tell
-        self._ids = list(first)
+    def __init__(self, tokenizer: Tokenizer, first: Sequence[int], show: Callable[[str], None]) -> None:
+        self._tokenizer, self._show = tokenizer, show
+        self.ids = list(first)
         self._told = tokenizer.decode(first)
         self._begin = len(self._told)
 
-    def add(self, number: int) -> int:
-        """Take one more, and give it back."""
-        self._ids.append(number)
-        text = self._tokenizer.decode(self._ids)
+    def add(self, number: int) -> None:
+        """Take one more."""
+        self.ids.append(number)
+        text = self._tokenizer.decode(self.ids)
         if not text.endswith("\ufffd"):
-            self._tell(text[len(self._told) :])
+            self._show(text[len(self._told) :])
             self._told = text
-        return number
 
     def end(self) -> str:
         """The whole text."""
-        text = self._tokenizer.decode(self._ids)
-        self._tell(text[len(self._told) :])
+        text = self._tokenizer.decode(self.ids)
+        self._show(text[len(self._told) :])
         return text[self._begin :]
 
 
 def _device_for(run: RunFile, num_bytes: int) -> torch.device:
     """The device of a process alone: one that has room for the weights, if there is one."""
-    cpu, own = torch.device("cpu"), _device(run)
+    cpu, own = torch.device("cpu"), device_for(run, 0)
     return cpu if room_on(own) < num_bytes <= room_on(cpu) else own
-
-
-def _device(run: RunFile) -> torch.device:
-    if num_accelerators() and run.cluster.device != "cpu":
-        return device_of_process(ACCELERATOR, 0)
-    return torch.device("cpu")
 
 
 def _states(subject: Subject, model: RunModel) -> Graph:

@@ -3,6 +3,7 @@ the `bireme join` that has started them, over the connection by which they were 
 
     ready, forecast ──▶ None, once they may load state and train      switches ──▶ whether a phase follows
     keeper, bytes_per_s, timeout_s ──▶ its address                    kept ──▶ the address, or None
+    work, question ──▶ the answer of the command that coordinates, on its machine
 """
 
 import json
@@ -58,7 +59,8 @@ Keepers = Callable[[float | None, float], KeeperAddress]
 class JoinedProcesses:
     """The processes of `bireme train` on this machine; `show` gets each line that they print. `keeper` and
     `kept` give the keeper of this machine, `notice` is called when there is news. `before` are those of the
-    same phase that were killed, `more` are variables of their environment.
+    same phase that were killed, `more` are variables of their environment. `answer` is what the command of a
+    coordinator answers to questions of its work.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class JoinedProcesses:
         notice: Callable[[], None],
         before: "JoinedProcesses | None" = None,
         more: dict[str, str] | None = None,
+        answer: Callable[..., object] | None = None,
     ) -> None:
         self.orders = orders
         self.is_stopping = False
@@ -87,11 +90,13 @@ class JoinedProcesses:
         """The folder of the model, once the run has ended on this machine."""
         path.write_text(to_toml(run))
         self._log: _LogTail = _LogTail(run) if before is None else before._log
-        words = ["train", str(path), *(["--json"] if orders.run.as_json else [])]
+        words = [orders.run.verb, *orders.run.words]
+        if orders.run.verb == "train":
+            words += [str(path), *(["--json"] if orders.run.as_json else [])]
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
         self._processes = list[Process]()
-        self._more, self._show = more or {}, show
+        self._more, self._show, self._answer_work = more or {}, show, answer
         imported = _IMPORTED_FOR_FOLDERS if run.model.source.startswith("hf:") else ()
         # In a thread, because the server may still import, and the coordinator is to hear of this machine.
         self._starting = threading.Thread(target=self._start, args=(words, imported), daemon=True)
@@ -205,6 +210,8 @@ class JoinedProcesses:
                 return self._switches
             case "keeper":
                 return self._keeper(*words)
+            case "work" if self._answer_work is not None:
+                return self._answer_work(*words)
         return self._kept()
 
 
@@ -212,10 +219,13 @@ def runs_folder(asked: str) -> Path:
     """The folder for runs on this machine: the one that is asked for if it is here, else one of its own. The
     variable of the environment decides if it is set.
     """
+    return Path(asked) if RUNS not in os.environ and Path(asked).is_dir() else own_runs()
+
+
+def own_runs() -> Path:
+    """The folder of this machine for runs of which it is not the only one."""
     named = os.environ.get(RUNS)
-    if named is not None:
-        return Path(named).expanduser().absolute()
-    return Path(asked) if Path(asked).is_dir() else key_path().with_name("runs")
+    return key_path().with_name("runs") if named is None else Path(named).expanduser().absolute()
 
 
 class _LogTail:
@@ -268,6 +278,8 @@ class _LogTail:
 
 def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    if orders.run.verb != "train":  # training counts on cores of its own only if Bireme has started all
+        kept["LOCAL_WORLD_SIZE"] = str(orders.num_ranks)
     return kept | {
         "RANK": str(orders.first + place),
         "WORLD_SIZE": str(orders.size),
@@ -352,6 +364,10 @@ class Attended:
         """The keeper of this machine, if it was started by any phase."""
         found: KeeperAddress | None = self._ask("kept")
         return found
+
+    def ask(self, *question: object) -> Any:
+        """The answer of the command that coordinates this work."""
+        return self._ask("work", *question)
 
     def _ask(self, *words: object) -> Any:
         try:

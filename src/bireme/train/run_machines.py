@@ -155,9 +155,10 @@ def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) ->
         _take_manifest(folder.path, checkpoint, served[names[-1]], first)
 
 
-def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) -> None:
+def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) -> dict[str, str]:
     """Have the data, the model's folder and code that the first machine reads at these paths, if they are not
     here at the same paths: in `files` in the folder of the run. What is there already is not fetched again.
+    Returns where they are, by these paths.
     """
     here = dict[str, str]()
     for number, path in enumerate(paths):
@@ -173,6 +174,7 @@ def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) ->
         _take_files(first, {f"{root}/{name}": path_within(to, name) for name in names})
         here[path] = str(to)
     write_text_atomically(folder.fetched, json.dumps(here) + "\n")
+    return here
 
 
 def _take_files(address: KeeperAddress, places: Mapping[str, Path]) -> None:
@@ -199,11 +201,27 @@ def _take_manifest(run: Path, name: str, served: FileDigest | None, first: Keepe
         raise BiremeError(f"The machine of rank 0 does not serve {name}.")
     path = run / name
     if path.exists():
-        with suppress(OSError):
-            if disk.digest_of(path / MANIFEST).sha256 == served.sha256:
-                return
+        if _has_manifest(path, served):
+            return
         retire(path)
     fetch_manifest(run, name, served, [first])
+
+
+def _has_manifest(path: Path, served: FileDigest) -> bool:
+    with suppress(OSError):
+        return disk.digest_of(path / MANIFEST).sha256 == served.sha256
+    return False
+
+
+def take_checkpoint(run: Path, to: Path, name: str, first: KeeperAddress) -> Path:
+    """Where this machine has the manifest of a checkpoint of the first machine, by its name in the folder of
+    the run: in its own folder of the run if it is there, else fetched into the folder `to`.
+    """
+    (served,) = digests_at(first, [f"{name}/{MANIFEST}"], _TIMEOUT_S)
+    if served is not None and _has_manifest(run / name, served):
+        return run / name
+    _take_manifest(to, name, served, first)
+    return to / name
 
 
 # While the run trains: copies of what the machines before this one have written.

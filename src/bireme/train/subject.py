@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
@@ -24,7 +24,7 @@ from bireme.model.weights import Weights, check_weights, load_weights
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.message_format import TensorSpec
 from bireme.runtime.token_line import SCORES, ModelPart, Tensors
-from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, open_checkpoint
+from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
@@ -66,6 +66,15 @@ def num_gpus_for(run: RunFile, num_bytes: int) -> int:
         return 1
     room = min(room_on(device_of_process(ACCELERATOR, place)) for place in range(num))
     return max(1, -int(-num_bytes // room))
+
+
+def check_count(count: int, num_parts: int, what: str) -> None:
+    """Refuse more processes than a model has parts."""
+    if count > num_parts:
+        raise BiremeError(
+            f"The model has {num_parts} {what}, which are too few for {count} processes: each needs one. Ask "
+            "for fewer."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +285,8 @@ class Subject:
 
     `run` makes the model, and says which data were kept apart to evaluate it with if `is_run`. `graph` is
     where its graph for evaluation is, if that was captured before. A batch goes through in
-    `num_microbatches` parts. `step` is that of the weights, where it is known.
+    `num_microbatches` parts. `step` is that of the weights, where it is known. The `holders` have the files
+    of a checkpoint that are not here.
     """
 
     name: str
@@ -287,13 +297,12 @@ class Subject:
     graph: Path | None = None
     num_microbatches: int = 1
     is_run: bool = False
+    holders: Holders = field(default_factory=Holders)
 
     def weights(self, model: RunModel, graph: Graph) -> Weights:
         """Reads parameters and buffers by name; those that no file holds are initialized."""
         if self.checkpoint is not None:
-            checkpoint = open_checkpoint(self.checkpoint)
-            if checkpoint.manifest.machines:
-                checkpoint = checkpoint.with_holders(None)
+            checkpoint = replace(open_checkpoint(self.checkpoint), holders=self.holders)
             return _of_checkpoint(checkpoint, model.weights(graph))
         if self.folder is not None:
             return _of_folder(self.folder, graph, model)
@@ -374,6 +383,7 @@ def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
         graph=None if changed else folder.evaluation_graph,
         num_microbatches=plan.width * plan.num_microbatches,
         is_run=True,
+        holders=Holders() if checkpoint is None else checkpoint.holders,
     )
 
 

@@ -71,7 +71,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where the bytes of a tensor are in its file, and their digest."""
+    """Where the bytes of a tensor are in its file, and their digest, empty if it has none."""
 
     entry: TensorEntry
     begin: int
@@ -80,13 +80,14 @@ class TensorPlace:
 
 
 def places_in(file: FileEntry) -> Iterator[TensorPlace]:
-    """Where the tensors are in a file that `write_shard` wrote with digests. Raises a `BiremeError` if they
-    do not fill it.
+    """Where the tensors are in a file that `write_shard` wrote; a file of one machine alone has no digests.
+    Raises a `BiremeError` if the tensors do not fill the file.
     """
     begin = len(_header(file.tensors, {}))
     if begin + sum(map(element_bytes, file.tensors)) != file.num_bytes:
         raise BiremeError(f"{file.name} has {file.num_bytes:,} bytes, and its tensors have others.")
-    for entry, digest in zip(file.tensors, file.digests, strict=True):
+    digests = file.digests or ("",) * len(file.tensors)
+    for entry, digest in zip(file.tensors, digests, strict=True):
         yield TensorPlace(entry, begin, element_bytes(entry), digest)
         begin += element_bytes(entry)
 
