@@ -251,6 +251,8 @@ def write_with_others(
             subject = files.find(sets, tell)
             writer = writer_of(subject, style, prompts, lambda _done, _what: None, world.size)
             work = writer.saved(scratch)
+            if world.num_local < world.size:  # a plan that trains may leave a machine without room
+                work = replace(work, cuts=None)
         work = files.share(work, _WRITING)
         use_device(world, work.run)
         _write_part(world, work, ask)
