@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +14,12 @@ import torch
 from bireme.model.capture import capture
 from bireme.model.graph import Graph
 from bireme.model.sources import load_source
+from bireme.model.units import units_of
 from bireme.model.weights import materialize
-from bireme.runtime.evaluation import ForwardPipeline
+from bireme.runtime.evaluation import ForwardPipeline, equal_cuts
+from bireme.train import evaluating
 from bireme.train.data.tokenizer import FolderTokenizer, byte_lengths
+from bireme.train.subject import PartPlace, sizes_of
 from tests.support.command import Result, bireme
 from tests.support.graphs import captured_once
 from tests.support.thread_transport import ThreadFabric, ThreadRank
@@ -110,6 +114,21 @@ def test_a_pipeline_that_only_runs_forward_finds_the_loss_of_one_process() -> No
     for found in _together(3, evaluated):
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
         assert (found.weight, found.num_samples) == (15 * (LENGTH - 1), 15)
+
+
+def test_a_machine_gets_no_more_weights_than_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _, _ = _small()
+    sizes, world = sizes_of(graph, units_of(graph)), cast("Any", SimpleNamespace(size=2))
+
+    def cut(*rooms: float) -> int:
+        monkeypatch.setattr(evaluating, "places_of", lambda _world: [*map(PartPlace, rooms)])
+        return evaluating._cuts(graph, world)[0]
+
+    even = cut(1e9, 1e9)
+    assert (even,) == equal_cuts(graph, 2)
+    less = sum(sizes[: even - 1])
+    assert cut(less, 1e9) < even
+    assert sum(sizes[: cut(less, 1e9)]) <= less
 
 
 def test_a_rank_reads_the_weights_of_its_own_stage_only() -> None:

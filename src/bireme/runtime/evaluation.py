@@ -201,9 +201,9 @@ class _EvaluationStage:
 class ForwardPipeline:
     """One rank's part of it. `graph` is that of the model in evaluation mode.
 
-    Its units are cut into as many stages as there are ranks, with shares of work and of weights that are as
-    equal as can be. A batch goes through in `num_microbatches` parts. `weights` gives the parameters and
-    buffers of this rank's stage; they are converted to the types of the graph.
+    Its units are cut into as many stages as there are ranks, at `cuts` if they are given. A batch goes
+    through in `num_microbatches` parts. `weights` gives the parameters and buffers of this rank's stage; they
+    are converted to the types of the graph.
     """
 
     def __init__(
@@ -215,11 +215,12 @@ class ForwardPipeline:
         num_microbatches: int = 1,
         weights: Weights,
         device: torch.device | str = "cpu",
+        cuts: tuple[int, ...] | None = None,
     ) -> None:
         device = torch.device(device)
         check_supported(device)
         units = units_of(graph)
-        cuts = even_cuts(_shares(graph), num_stages)
+        cuts = equal_cuts(graph, num_stages) if cuts is None else cuts
         plan = Plan(cuts, num_microbatches, "gpipe").by_program
         self._fabric = PipelineFabric(fabric_of(world, num_stages, device))
         layout = layout_of(graph, units, plan, self._fabric.rank, self._fabric.size)
@@ -254,15 +255,16 @@ class ForwardPipeline:
         self._fabric.close()
 
 
-def _shares(graph: Graph) -> list[float]:
-    """What each unit has of the model's work and of its weights, together."""
+def equal_cuts(graph: Graph, num_stages: int) -> tuple[int, ...]:
+    """The cuts into stages with shares of the model's work and of its weights that are as equal as can be."""
     units = units_of(graph)
     states = {state.name: state.num_bytes for state in graph.parameters}
     work = [work_of(graph, unit) for unit in units]
     held = [float(sum(states[name] for name in unit.parameters)) for unit in units]
-    return [
+    shares = [
         one / (sum(work) or 1.0) + other / (sum(held) or 1.0) for one, other in zip(work, held, strict=True)
     ]
+    return even_cuts(shares, num_stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ are asked, goes through a pipeline of as many stages, on the devices of this mac
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -20,7 +21,7 @@ from bireme.errors import BiremeError, Progress, tell
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.model.units import units_of
-from bireme.runtime.evaluation import Evaluation, ForwardPipeline
+from bireme.runtime.evaluation import Evaluation, ForwardPipeline, equal_cuts
 from bireme.runtime.microbatches import Batch, Rows
 from bireme.runtime.pipeline import Pipeline
 from bireme.runtime.world import World
@@ -37,7 +38,16 @@ from bireme.train.model import RunModel
 from bireme.train.run_data import data_of, tokenizer_name
 from bireme.train.run_file import RunFile
 from bireme.train.shared_model import ModelWork, launched, shared_world, use_device
-from bireme.train.subject import Subject, check_count, num_bytes_of, num_gpus_for, room_on
+from bireme.train.subject import (
+    Subject,
+    check_count,
+    divided,
+    num_bytes_of,
+    num_gpus_for,
+    places_of,
+    room_on,
+    sizes_of,
+)
 
 # What an evaluation takes of its data, and the figures that follow from its loss.
 #
@@ -490,6 +500,7 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
         num_microbatches=max(job.subject.num_microbatches, job.num_stages),
         weights=job.subject.weights(model, graph),
         device=device,
+        cuts=None if world is None else _cuts(graph, world),
     )
     try:
         begin_s = perf_counter()
@@ -503,6 +514,15 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
         return found, perf_counter() - begin_s
     finally:
         pipeline.close()
+
+
+def _cuts(graph: Graph, world: World) -> tuple[int, ...]:
+    """The cuts into equal parts if each has room on its machine, else those that the memory allows."""
+    units, places = units_of(graph), places_of(world)
+    sizes, cuts = sizes_of(graph, units), equal_cuts(graph, world.size)
+    parts = [sum(sizes[begin:end]) for begin, end in pairwise((0, *cuts, len(sizes)))]
+    has_room = all(part <= place.room for part, place in zip(parts, places, strict=True))
+    return cuts if has_room else divided(sizes, places)
 
 
 def _told(batches: Iterable[Batch], count: int, progress: Progress) -> Iterator[Batch]:

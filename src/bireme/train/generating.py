@@ -42,12 +42,11 @@ from bireme.train.shared_model import ModelWork, device_for, launched, shared_wo
 from bireme.train.subject import (
     IDS,
     DividedModel,
-    PartPlace,
     Subject,
     check_count,
     num_bytes_of,
     num_gpus_for,
-    reading_speed,
+    places_of,
     room_on,
 )
 
@@ -316,7 +315,7 @@ def _write_part(world: World, work: _Writing, ask: Ask, model: RunModel | None =
     states = _states(work.subject, model) if work.graph is None else load_graph(work.graph)
     whole = DividedModel(work.subject.name, states, decoder, work.context)
     weights = work.subject.weights(model, states)
-    part = whole.part(weights, device, _places(world), world.rank, work.cuts)
+    part = whole.part(weights, device, places_of(world), world.rank, work.cuts)
     tokenizer, talk, number = _tokenizer_of(model), Announcements(world.store), 0
     try:
         line.meet()
@@ -356,16 +355,6 @@ def _write_part(world: World, work: _Writing, ask: Ask, model: RunModel | None =
         raise KeyboardInterrupt from None
     finally:
         line.close()
-
-
-def _places(world: World) -> list[PartPlace]:
-    """The places of all ranks. Processes of one machine have equal speeds."""
-    sharing = 1 if world.device.type == "cpu" else num_accelerators()
-    own = room_on(world.device) / max(1.0, world.num_local / sharing)
-    speed = reading_speed(world.device) if world.num_local < world.size else 1.0
-    world.store.set(f"place/{world.rank}", f"{own} {speed}")
-    found = [world.store.get(f"place/{rank}").decode().split() for rank in range(world.size)]
-    return [PartPlace(float(room), float(speed)) for room, speed in found]
 
 
 def _planned_cuts(subject: Subject, count: int, model: DividedModel) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ from bireme.model.weights import Weights, check_weights, load_weights
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.message_format import TensorSpec
 from bireme.runtime.token_line import SCORES, ModelPart, Tensors
+from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
 from bireme.train.folder import RunFolder
@@ -95,6 +96,16 @@ def reading_speed(device: torch.device) -> float:
     return _READ_BYTES / best_s
 
 
+def places_of(world: World) -> list[PartPlace]:
+    """The places of all ranks. Processes of one machine have equal speeds."""
+    sharing = 1 if world.device.type == "cpu" else num_accelerators()
+    own = room_on(world.device) / max(1.0, world.num_local / sharing)
+    speed = reading_speed(world.device) if world.num_local < world.size else 1.0
+    world.store.set(f"place/{world.rank}", f"{own} {speed}")
+    found = [world.store.get(f"place/{rank}").decode().split() for rank in range(world.size)]
+    return [PartPlace(float(room), float(speed)) for room, speed in found]
+
+
 @dataclass(frozen=True, slots=True)
 class DividedModel:
     """A model in parts: a decoder with a cache, else a captured graph. `states` are the decoder's, or the
@@ -110,9 +121,7 @@ class DividedModel:
         """The bytes of the weights of each layer or unit."""
         if self.decoder is not None:
             return self.decoder.sizes(self.states)
-        held = {state.name: state.num_bytes for state in (*self.states.parameters, *self.states.buffers)}
-        units = _units(self.states, self.name)
-        return [sum(held[one] for one in (*unit.parameters, *unit.buffers)) for unit in units]
+        return sizes_of(self.states, _units(self.states, self.name))
 
     def part(
         self,
@@ -131,6 +140,12 @@ class DividedModel:
         if self.decoder is None:
             return CapturedPart(self, own, weights, device, places[rank].room)
         return DecoderPart(self.decoder, self, own, weights, device, places[rank].room)
+
+
+def sizes_of(states: Graph, units: Sequence[Unit]) -> list[int]:
+    """The bytes of the weights of each unit."""
+    held = {state.name: state.num_bytes for state in (*states.parameters, *states.buffers)}
+    return [sum(held[one] for one in (*unit.parameters, *unit.buffers)) for unit in units]
 
 
 def divided(sizes: Sequence[int], places: Sequence[PartPlace]) -> tuple[int, ...]:
