@@ -31,7 +31,7 @@ def measured(table: LineTable, there: Sequence[str]) -> set[str]:
     return found
 
 
-def test_each_line_is_measured_once_after_each_arrival() -> None:
+def test_each_line_is_measured_once_after_each_arrival_and_three_times_in_all() -> None:
     table = LineTable()
     assert not table.is_new("a")
     table.note_arrival()
@@ -45,7 +45,10 @@ def test_each_line_is_measured_once_after_each_arrival() -> None:
     table.note("c", "a", None)
     assert measured(table, "abc") == {"ab", "bc"}
     assert not table.is_new("abc")
-    assert [(one.first, one.second) for one in table.among("abc")] == [(0, 1), (1, 2)]
+    for due in ({"ab", "ac", "bc"}, {"ac", "bc"}, {"ac"}, set()):
+        table.note_arrival()
+        assert measured(table, "abc") == due
+    assert [(one.first, one.second) for one in table.among("abc")] == [(0, 1), (0, 2), (1, 2)]
 
 
 def test_a_measurement_that_is_never_reported_holds_up_no_other() -> None:

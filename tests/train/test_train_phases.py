@@ -189,7 +189,7 @@ def test_a_machine_for_which_the_batch_has_no_samples_stands_by_and_may_go(tmp_p
             others.pop(spare).kill_all()  # unless it is the coordinator's
             red.wait_for_words(f"{spare} (127.0.0.1) is gone")
         found = [ended(one) for one in (red, *others.values())]
-    assert [status for status, *_ in found] == [0, 0], found
+    assert {status for status, *_ in found} == {0}, found
     assert "Phase 2 trains" not in found[0][2]
     folder = tmp_path / "runs" / "run"
     assert [len(one["devices"]) for one in metrics(folder, "start")] == [2]

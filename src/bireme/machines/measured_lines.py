@@ -1,8 +1,8 @@
 """What the lines between the machines of a run carry, and which of them is to be measured next.
 
 The coordinator names one line after the other to the machines, each of which is in one measurement at a time.
-An arrival makes all lines due again, so that a machine that was busy when it joined does not decide the plan:
-of the last measurements of a line the best counts.
+After each of the next arrivals a line is measured again, three times in all, and the best counts: a machine
+that was busy when it joined does not decide the plan.
 """
 
 import json
@@ -95,7 +95,7 @@ class LineTable:
         """Until when a machine measures."""
 
     def note_arrival(self) -> None:
-        """Have all lines measured again."""
+        """Have lines measured again that were not measured often enough."""
         self._arrival += 1
 
     def note(self, one: str, other: str, line: MeasuredLine | None) -> None:
@@ -115,8 +115,14 @@ class LineTable:
     def next_of(self, key: str, there: Sequence[str], now_s: float) -> str | None:
         """The machine whose line to this one is to be measured now, if any; both are busy from now on."""
         busy = {one for one, until_s in self._busy.items() if now_s < until_s}
-        due = [pair for pair in _wanted(there) if self._tried.get(pair, 0) < self._arrival]
-        due = [pair for pair in due if key in pair and not busy & {*pair}]
+        due = [
+            pair
+            for pair in _wanted(there)
+            if key in pair
+            and not busy & {*pair}
+            and self._tried.get(pair, 0) < self._arrival
+            and len(self._found.get(pair, ())) < _NUM_KEPT
+        ]
         if not due:
             return None
         pair = min(due, key=lambda one: self._tried.get(one, 0))
