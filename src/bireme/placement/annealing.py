@@ -13,11 +13,14 @@ from bireme.placement.contraction import Integers
 _MOVES_PER_PART, _LEAST_MOVES = 600, 6_000
 """In one round."""
 
-_ROUNDS_ALIKE = 16
+_ROUNDS_ALIKE = 8
 """After so many rounds, the next ones have twice the moves."""
 
 _NUM_BLOCKS = 30
 """A round is annealed in so many parts; between two of them the clock is looked at."""
+
+_SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
+"""Squarings of the norm of loads in the first part of each round, and in the last."""
 
 _DEARER, _CHEAPER = 1.25, 0.9
 """What the price of a byte is multiplied by, after a part that ended without room or with it."""
@@ -91,7 +94,7 @@ class Annealing(ABC):
     def _look(self, start: Integers) -> float:
         self.walk.slots[:] = start
         self.begin()
-        return self.anneal(Heat(1.0, 1.0, self._price), 0)
+        return self.anneal(Heat(1.0, 1.0, self._price, _SHARP), 0)
 
     def _round(self, hot: float, num_moves: int, deadline: float) -> None:
         """Cool down once, by the moves made or the time that is left, whichever is further."""
@@ -100,7 +103,8 @@ class Annealing(ABC):
         self.begin()
         while cooled < 1 - 1e-9:
             warm, cool = (scale * hot * (self.cold / hot) ** at for at in (cooled, cooled + 1 / _NUM_BLOCKS))
-            self.anneal(Heat(warm, cool, self._price), -(-num_moves // _NUM_BLOCKS))
+            squarings = _SMOOTH if cooled < _SHARP_FROM else _SHARP
+            self.anneal(Heat(warm, cool, self._price, squarings), -(-num_moves // _NUM_BLOCKS))
             # Annealing goes along the boundary of what fits: to where the price keeps it from both sides.
             price = self._price * (_DEARER if self.walk.outcome[1] > 0 else _CHEAPER)
             self._price = min(max(price, self._usual_price / 100), self._usual_price * 1000)

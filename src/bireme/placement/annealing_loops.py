@@ -68,11 +68,16 @@ class Walk(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """A temperature from `hot` to `cold`, in units of the value, and the price of a byte too much."""
+    """A temperature from `hot` to `cold`, in units of the value, and the price of a byte too much.
+
+    The norm of loads is that of the power 2 ** `squarings`: a higher one is nearer to the largest load, but
+    less smooth.
+    """
 
     hot: float
     cold: float
     price: float
+    squarings: int
 
 
 # Moves: one part, two for each other, several numbers in a row, one side of a slot.
@@ -234,9 +239,6 @@ def _take_back(walk: Walk, num_moved: int) -> None:
 # for a third device depends only on how many of its pins are there. What is made small is not the largest
 # load but a norm of all loads that comes close to it, so that each move is either good or bad.
 
-_SQUARINGS = 5
-"""The norm is that of the power 2 ** this."""
-
 
 class LoadTables(NamedTuple):
     """What does not change while items move.
@@ -336,10 +338,10 @@ def lacking(tables: LoadTables, state: LoadState) -> float:
 
 
 @compiled
-def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, price: float) -> float:
+def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, heat: Heat) -> float:
     """The norms of the columns of loads, and the price of the bytes that lack."""
     walk.outcome[0], walk.outcome[1] = value_now(state), lacking(tables, state)
-    total = price * walk.outcome[1]
+    total = heat.price * walk.outcome[1]
     for column in range(state.load.shape[1]):
         most = 0.0
         for device in range(len(state.load)):
@@ -347,10 +349,10 @@ def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, price: fl
         powers = 0.0
         for device in range(len(state.load)):
             power = state.load[device, column] / max(most, 1e-300)
-            for _ in range(_SQUARINGS):
+            for _ in range(heat.squarings):
                 power *= power
             powers += power
-        for _ in range(_SQUARINGS):
+        for _ in range(heat.squarings):
             powers = math.sqrt(powers)
         total += most * powers
     return float(total)
@@ -363,7 +365,7 @@ def anneal_loads(
     """Move items about, at a falling temperature; the best placement that fits is kept. Gives the energy at
     the end.
     """
-    energy = _energy_of_loads(tables, state, walk, heat.price)
+    energy = _energy_of_loads(tables, state, walk, heat)
     _keep_best(walk)
     cooling = (heat.cold / heat.hot) ** (1.0 / max(1, num_moves))
     temperature = heat.hot
@@ -375,7 +377,7 @@ def anneal_loads(
         for place in range(num_moved):
             item = walk.moved[place]
             shift(tables, state, item, walk.old[place], walk.slots[item])
-        changed = _energy_of_loads(tables, state, walk, heat.price)
+        changed = _energy_of_loads(tables, state, walk, heat)
         if _accepted(walk, energy, changed, temperature):
             energy = changed
             _keep_best(walk)
@@ -384,7 +386,7 @@ def anneal_loads(
                 item = walk.moved[place]
                 shift(tables, state, item, walk.slots[item], walk.old[place])
             _take_back(walk, num_moved)
-    return _energy_of_loads(tables, state, walk, heat.price)
+    return _energy_of_loads(tables, state, walk, heat)
 
 
 # The latency of steps, counted afresh for every move.

@@ -33,6 +33,9 @@ from bireme.placement.workload import Objective, Workload
 _LARGEST_NET = 30
 """A net of more items says little about which two of them belong together."""
 
+_USUAL_ITEMS, _MOST_HEAT = 150, 4.0
+"""For so many items temperatures are used as they are; for fewer they are up to so many times higher."""
+
 
 def improve(
     items: Items,
@@ -76,12 +79,12 @@ def improve(
 class _LoadAnnealing(Annealing):
     """Annealing of items by the loads of devices."""
 
-    hot = (0.1, 0.03)
-    cold = 1e-3
-
     def __init__(self, items: Items, objective: Objective, seed: int) -> None:
         times = items.cpu_time if items.num_cpus else items.accelerator_time
         super().__init__(_near(items), float(times.sum()), float(items.size.sum()), seed)
+        # The fewer items there are, the larger each of them is, and the more heat it needs.
+        heat = min(_USUAL_ITEMS / len(items), _MOST_HEAT)
+        self.hot, self.cold = (0.15 * heat, 0.03 * heat), 1.5e-3 * heat
         self._items = items
         self._tables = tables_of(items, objective)
         self.begin()

@@ -280,7 +280,7 @@ def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integer
     return slots
 
 
-_NUM_ROUNDS = 16
+_NUM_ROUNDS = 12
 """So often a placement is annealed, from every kind of start in turn, if time allows."""
 
 
