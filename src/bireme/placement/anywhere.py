@@ -14,6 +14,7 @@ from time import monotonic
 
 import numpy as np
 
+from bireme.compiled import IS_COMPILED
 from bireme.errors import BiremeError
 from bireme.placement.annealing import Annealing
 from bireme.placement.annealing_loops import Heat, Neighbors, anneal_loads, state_of, tables_of
@@ -127,7 +128,7 @@ def _near(items: Items) -> Neighbors:
 HAS_SOLVER = find_spec("highspy") is not None
 """Whether integer programs can be solved here."""
 
-_FIRST_MOVES = 300_000
+_FIRST_MOVES = 300_000 if IS_COMPILED else 5_000
 """Of the short annealing: about a second."""
 
 _PROVEN = 1e-6
