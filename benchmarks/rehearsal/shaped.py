@@ -21,7 +21,8 @@ from bireme.schedule.routes import Routes
 from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network
-from bireme.sync.group import MessageGroup, OwnedGroup, Pending, Sums
+from bireme.sync.group import MessageGroup, OwnedGroup, Pending, Sums, Waiting
+from bireme.wire.connection import Bell
 
 __all__ = ["ShapedFabric", "Wiring", "rings_of", "wiring_of"]
 
@@ -236,13 +237,17 @@ class _ShapedGroup:
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
-    ) -> Pending:
+    ) -> Waiting:
         """Begin to send every member its part; what replicas share of an optimizer is not shaped."""
         return self._inner.exchange(given, lengths, taken, taken_lengths)
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`, which is not shaped either."""
         return self._inner.copy_from(tensor, source)
+
+    def go_on(self, bell: Bell) -> None:
+        """Move what has begun."""
+        self._inner.go_on(bell)
 
     def abort(self) -> None:
         """Give up."""

@@ -327,7 +327,7 @@ class _ThreadGroup:
 
     def go_on(self, bell: Bell) -> None:
         """Nothing is left to move: members have brought what they bring."""
-        bell.wait()
+        bell.listen()
 
     def abort(self) -> None:
         """Give up, as if this rank's process had died."""

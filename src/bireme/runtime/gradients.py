@@ -486,22 +486,17 @@ class _Lending:
 
 def _come(sums: GradientSums, name: str, arrivals: Arrivals | None, leaf: Tensor) -> None:
     """A gradient is there; note it if it is final. A leaf's first one of a batch is moved into its place."""
-    if name not in sums.held:
-        _move_in(sums, name, leaf)
-    if arrivals is not None:
-        arrivals.note(name)
-
-
-def _move_in(sums: GradientSums, name: str, leaf: Tensor) -> None:
     assert leaf.grad is not None, "the hook is called when a gradient has come"
     if leaf.grad.is_sparse:
         raise BiremeError(
             f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its embedding with "
             "sparse=False."
         )
-    view = sums.views[name]
-    leaf.grad = view.copy_(leaf.grad)
-    sums.held.add(name)
+    if name not in sums.held:
+        leaf.grad = sums.views[name].copy_(leaf.grad)
+        sums.held.add(name)
+    if arrivals is not None:
+        arrivals.note(name)
 
 
 # Steps of weights whose gradients are products of two thin matrices, a chunk of rows at a time.

@@ -169,7 +169,7 @@ class Interpreter:
         gradients = self._stage_messages.take(step)
         self._began = self._now()
         stage, is_whole = self._stages[step.stage], step.kind is Kind.BACKWARD
-        if is_whole and self._updates.overlaps:
+        if is_whole:
             self._updates.before_backward(step, self._stage_messages.feed.portion(step.batch))
         run = stage.backward if is_whole else stage.backward_input
         self._stage_messages.put(step, run(_place_of(step), gradients))

@@ -94,13 +94,10 @@ class Updates:
         self.before_update: Callable[[Stage, int], None] | None = None
         """Is called before a stage makes the update of a batch."""
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether sums begin while a batch's last backwards run."""
-        return self._reducer.arrivals is not None
-
     def before_backward(self, step: Instruction, portion: Portion) -> None:
         """If a stage begins its last backward of a batch, its gradients go to sums as they come."""
+        if self._reducer.arrivals is None:
+            return
         part = self._stages[step.stage].part(step.batch)
         part.num_backwards += 1
         if part.num_backwards < len(portion.micro_batches):

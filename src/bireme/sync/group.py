@@ -179,7 +179,7 @@ class DistGroup:
 
     def go_on(self, bell: Bell) -> None:
         """Gloo and NCCL move what has begun in threads of their own."""
-        bell.wait()
+        bell.listen()
 
     def abort(self) -> None:
         """Give up, from any thread."""
@@ -308,7 +308,7 @@ class SingleRankGroup:
 
     def go_on(self, bell: Bell) -> None:
         """Nothing is under way."""
-        bell.wait()
+        bell.listen()
 
     def abort(self) -> None:
         """No replica waits."""

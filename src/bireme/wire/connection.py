@@ -329,9 +329,9 @@ class Bell:
         with suppress(OSError):  # it rings already, or is closed
             self._end.send(b"\0")
 
-    def wait(self, seconds: float = _LOOK_S) -> None:
-        """Wait until it rings, for these seconds at most, and hush it."""
-        if select.select([self], [], [], seconds)[0]:
+    def listen(self) -> None:
+        """Wait a while until it rings, and hush it."""
+        if select.select([self], [], [], _LOOK_S)[0]:
             self.hush()
 
     def hush(self) -> None:
@@ -345,15 +345,15 @@ class Bell:
         self._rung.close()
 
 
-class Poller:
+class Poller(Bell):
     """Waits for any number of sockets. Another thread ends a wait with `ring`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._poll = select.poll()
         self._wanted: dict[int, int] = {}
         self._acts: dict[int, Callable[[], None]] = {}
-        self._bell = Bell()
-        self.want(self._bell.fileno(), select.POLLIN, self._bell.hush)
+        self.want(self.fileno(), select.POLLIN, self.hush)
 
     def want(self, file: int, events: int, act: Callable[[], None]) -> None:
         """Call `act` in a wait when these events happen on a file; nothing is called with 0 events."""
@@ -385,11 +385,3 @@ class Poller:
             act = self._acts.get(file)  # another act may have let go of the file
             if act is not None:
                 act()
-
-    def ring(self) -> None:
-        """End the wait, or the next one."""
-        self._bell.ring()
-
-    def close(self) -> None:
-        """Close the bell."""
-        self._bell.close()
