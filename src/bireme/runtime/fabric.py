@@ -180,13 +180,13 @@ class SocketSums:
         self._sent.clear()
 
     def _send(self, key: Message, to: int, tensor: Tensor) -> None:
-        parcel = _format(tensor).parcel(HOST)
+        parcel = _format(tensor.shape, tensor.dtype).parcel(HOST)
         parcel.address(key)
         parcel.pack({_NUMBERS: tensor})
         self._sent.append(self._transport.send(key, to, parcel.message))
 
     def _expect(self, key: Message, source: int, tensor: Tensor) -> "_Part":
-        arrival = _format(tensor).arrival(key, HOST)
+        arrival = _format(tensor.shape, tensor.dtype).arrival(key, HOST)
         return _Part(arrival, self._transport.receive(key, source, arrival.message))
 
     def _add_up(self) -> None:
@@ -221,12 +221,8 @@ class _Sum:
 
 
 @cache
-def _format_of(shape: tuple[int, ...], dtype: torch.dtype) -> WireFormat:
-    return WireFormat([TensorSpec(_NUMBERS, shape, dtype)])
-
-
-def _format(tensor: Tensor) -> WireFormat:
-    return _format_of(tuple(tensor.shape), tensor.dtype)
+def _format(shape: torch.Size, dtype: torch.dtype) -> WireFormat:
+    return WireFormat([TensorSpec(_NUMBERS, tuple(shape), dtype)])
 
 
 _AWAKE_S = 0.5e-3

@@ -255,7 +255,7 @@ class WireFormat:
     without codecs it would be `raw_bytes`. `signature` tells formats apart.
     """
 
-    __slots__ = ("_encoded", "_places", "is_bounded", "num_bytes", "raw_bytes", "signature", "specs")
+    __slots__ = ("_places", "encoded", "is_bounded", "num_bytes", "raw_bytes", "signature", "specs")
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
@@ -268,7 +268,7 @@ class WireFormat:
             places.append(_Place(spec, _strides(spec.shape), offset, num_bytes if is_encoded else None))
             end = _aligned(end + num_bytes)
         self._places = tuple(places)
-        self._encoded = tuple(spec for spec in self.specs if spec.is_encoded)
+        self.encoded = tuple(spec for spec in self.specs if spec.is_encoded)
         self.is_bounded = bool(self.specs) and self.specs[-1].codec.is_bounded
         self.num_bytes, self.raw_bytes = end, raw_end
         written = ";".join(spec.form for spec in self.specs)
@@ -291,19 +291,6 @@ class WireFormat:
         """The tensors, by name, as views of a message; of those that are encoded the bytes."""
         return {place.spec.name: place.within(message) for place in self._places}
 
-    def tensors(
-        self, key: Message, message: Tensor, coding: Coding | None, arrived: Tensor
-    ) -> dict[str, Tensor]:
-        """The tensors of a message, by name: views, or what `coding` makes of those that are encoded. It is
-        a copy of the message that has `arrived`, or that itself.
-        """
-        found = self.views(message)
-        came = found if arrived is message else self.views(arrived)
-        for spec in self._encoded:
-            assert coding is not None, "what is encoded needs a codec"
-            found[spec.name] = coding.decode(key, spec, found[spec.name], came[spec.name])
-        return found
-
     def takes(self, header: bytes, key: Message) -> bool:
         """Whether a message with that header, which is not the one expected, is a shorter one of this."""
         come = read_header(header)
@@ -312,10 +299,6 @@ class WireFormat:
             and come == (key, come.num_bytes, self.signature)
             and (come.num_bytes <= self.num_bytes)
         )
-
-    def end_of(self, used: int) -> int:
-        """The length of a message of whose last tensor that many bytes are used."""
-        return self._places[-1].offset + used
 
     def mismatch(self, header: bytes, key: Message) -> BiremeError:
         """Why a message with that header is not the one that `key` names."""
@@ -386,7 +369,8 @@ class OutgoingMessage:
                 view.copy_(own)
         if self.wire_format.is_bounded:
             assert self._key is not None
-            self._write(self._key, self.wire_format.end_of(used))
+            last = self._views[-1][1].storage_offset() - self.message.storage_offset()
+            self._write(self._key, last + used)
 
 
 class Arrival:
@@ -421,7 +405,12 @@ class Arrival:
             raise self._wire_format.mismatch(came, self._key)
         # Torch knows of the copy, and does not give pinned memory away before it is made.
         here = self.message.to(device, non_blocking=True) if self._is_staged else self.message
-        return self._wire_format.tensors(self._key, here, coding, self.message)
+        found = self._wire_format.views(here)
+        for spec in self._wire_format.encoded:
+            assert coding is not None, "what is encoded needs a codec"
+            came = self._wire_format.views(self.message) if self._is_staged else found
+            found[spec.name] = coding.decode(self._key, spec, found[spec.name], came[spec.name])
+        return found
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ Between the passes of a micro-batch it keeps what the backward needs, and holds 
 micro-batch runs on. It knows no other rank: what it receives is given to it, what it sends it gives back.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -198,14 +199,11 @@ class Batches:
     """The batches under way on one rank, by their numbers."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, _BatchEnd] = {}
+        self._ends = defaultdict[int, _BatchEnd](_BatchEnd)
 
     def __getitem__(self, batch: int) -> _BatchEnd:
         """A batch; it begins when it is first asked for."""
-        found = self._ends.get(batch)
-        if found is None:
-            found = self._ends[batch] = _BatchEnd()
-        return found
+        return self._ends[batch]
 
     def part(self, batch: int, stage: int, pool: GradientPool) -> _StagePart:
         """A stage's part of a batch; it begins when it is first asked for."""

@@ -330,8 +330,6 @@ def shared(server: Server, workers: int) -> Server:
 
 # What a run can page to on this machine: the speed of its copies and of its disk, and what is free there.
 
-_DIGITS = 3
-
 
 def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
     """The machines with what paging needs to know. A cluster file's figures are taken as they are.
@@ -348,21 +346,11 @@ def with_tiers_here(run: RunFile, machines: Machines) -> Machines:
         free = free_disk_bytes(folder)
         servers = [replace(one, disk_bytes=one.disk_bytes or free) for one in servers]
         if run.cluster.source is None:
-            speed = _rounded(measured_disk_bytes_per_s(folder))
+            speed = measured_disk_bytes_per_s(folder)
             servers = [replace(one, disk_bytes_per_s=speed) for one in servers]
     if run.cluster.source is None:
         found = measured_host_speed(torch_device(machines.device))
-        speed, copy_s, chunk_s = map(_rounded, (found.bytes_per_s, found.copy_s, found.chunk_s))
-        servers = [
-            replace(
-                one,
-                devices=tuple(
-                    replace(own, host_bytes_per_s=speed, copy_s=copy_s, chunk_s=chunk_s)
-                    for own in one.devices
-                ),
-            )
-            for one in servers
-        ]
+        servers = [replace(one, devices=tuple(map(found.of, one.devices))) for one in servers]
     return replace(machines, cluster=replace(machines.cluster, servers=tuple(servers)))
 
 
@@ -383,7 +371,3 @@ def check_paging_disk(run: RunFile, plan: Plan) -> None:
     if run.memory.disk is None:
         raise BiremeError("The plan offloads to a disk, but memory.disk names no folder for that. Set it.")
     check_disk_folder(Path(run.memory.disk), "memory.disk")
-
-
-def _rounded(figure: float) -> float:
-    return float(f"{figure:.{_DIGITS}g}")

@@ -217,6 +217,11 @@ class HostSpeed:
     copy_s: float = 0.0
     chunk_s: float = 0.0
 
+    def of(self, device: Device) -> Device:
+        """A device whose chunks are so fast."""
+        figures = map(_rounded, (self.bytes_per_s, self.copy_s, self.chunk_s))
+        return replace(device, **dict(zip(("host_bytes_per_s", "copy_s", "chunk_s"), figures, strict=True)))
+
 
 def measured_host_speed(device: torch.device) -> HostSpeed:
     """An accelerator copies from and to pinned memory. In a processor's memory a slot is mapped before the
@@ -227,45 +232,37 @@ def measured_host_speed(device: torch.device) -> HostSpeed:
         above = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
         rates = (_copied_bytes_per_s(*both, device) for both in ((above, below), (below, above)))
         return HostSpeed(min(rates))
-    large = _Laps(device, _COPY_BYTES, 1, _NUM_COPIES)
-    bytes_per_s = _COPY_BYTES / max(min(large.up_s), min(large.down_s))  # others only make it slower
-    small = _Laps(device, _CHUNK_BYTES, _NUM_CHUNKS, _NUM_SMALL)
-    copied_s = max(median(small.up_s), median(small.down_s))
-    return HostSpeed(bytes_per_s, max(copied_s - _CHUNK_BYTES / bytes_per_s, 0.0), median(small.mapped_s) / 2)
+    up_s, down_s, _ = map(min, zip(*_laps(device, _COPY_BYTES, 1, _NUM_COPIES), strict=True))
+    bytes_per_s = _COPY_BYTES / max(up_s, down_s)  # others only make it slower
+    laps = _laps(device, _CHUNK_BYTES, _NUM_CHUNKS, _NUM_SMALL)
+    up_s, down_s, mapped_s = map(median, zip(*laps, strict=True))
+    return HostSpeed(bytes_per_s, max(max(up_s, down_s) - _CHUNK_BYTES / bytes_per_s, 0.0), mapped_s / 2)
 
 
-class _Laps:
+def _laps(
+    device: torch.device, num_bytes: int, num_chunks: int, num_copies: int
+) -> list[tuple[float, float, float]]:
     """Seconds of copies of chunks of one size on a processor, each way, and of mapping with unmapping: of all
     chunks in turn, as in a run, for one that was just used takes less.
     """
-
-    def __init__(self, device: torch.device, num_bytes: int, num_chunks: int, num_copies: int) -> None:
-        memory, host = chunk_memory(device, num_chunks, num_bytes), HostTier(num_bytes, device)
-        host.grow(num_chunks)
-        places = torch.split(memory.reserve(num_chunks, 0), num_bytes)
-
-        def fetch() -> None:
-            memory.map(place, slot)
-            host.read(slot, place)
-
-        def evict() -> None:
-            host.write(slot, place)
-            memory.unmap(place)
-
-        self.up_s: list[float] = []
-        self.down_s: list[float] = []
-        self.mapped_s: list[float] = []
-        for number in range(num_copies):
-            slot = number % num_chunks
-            place = places[slot]
-            for copy, seconds in ((fetch, self.up_s), (evict, self.down_s)):
-                begin_s = perf_counter()
-                copy()
-                seconds.append(perf_counter() - begin_s)
-            begin_s = perf_counter()
-            memory.map(place, slot)
-            memory.unmap(place)
-            self.mapped_s.append(perf_counter() - begin_s)
+    memory, host = chunk_memory(device, num_chunks, num_bytes), HostTier(num_bytes, device)
+    host.grow(num_chunks)
+    places = torch.split(memory.reserve(num_chunks, 0), num_bytes)
+    found = []
+    for number in range(num_copies):
+        slot = number % num_chunks
+        begin_s = perf_counter()
+        memory.map(places[slot], slot)
+        host.read(slot, places[slot])
+        fetched_s = perf_counter()
+        host.write(slot, places[slot])
+        memory.unmap(places[slot])
+        slot = (slot + 1) % num_chunks
+        evicted_s = perf_counter()
+        memory.map(places[slot], slot)
+        memory.unmap(places[slot])
+        found.append((fetched_s - begin_s, evicted_s - fetched_s, perf_counter() - evicted_s))
+    return found
 
 
 def _copied_bytes_per_s(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
@@ -318,7 +315,7 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
             read_s = perf_counter() - begin_s
     except OSError as error:
         raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
-    return count * _BLOCK_BYTES / max(written_s, read_s)
+    return _rounded(count * _BLOCK_BYTES / max(written_s, read_s))
 
 
 MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
@@ -516,26 +513,18 @@ def _with_tiers(inferred: Inferred, tiers: Mapping[str, _Tiers]) -> Inferred:
     servers = (
         replace(
             server,
-            devices=tuple(
-                replace(
-                    device,
-                    host_bytes_per_s=_rounded(own.host.bytes_per_s),
-                    copy_s=_rounded(own.host.copy_s),
-                    chunk_s=_rounded(own.host.chunk_s),
-                )
-                for device in server.devices
-            ),
+            devices=tuple(map(own.host.of, server.devices)),
             host_memory_bytes=own.host_memory_bytes,
             disk_bytes=own.disk_bytes,
-            disk_bytes_per_s=_rounded(own.disk_bytes_per_s),
+            disk_bytes_per_s=own.disk_bytes_per_s,
         )
         for server, own in zip(cluster.servers, tiers.values(), strict=True)
     )
     return replace(inferred, cluster=replace(cluster, servers=tuple(servers)))
 
 
-def _rounded(bytes_per_s: float) -> float:
-    return float(f"{bytes_per_s:.3g}")
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.3g}")
 
 
 def _unit_seconds(world: World, setting: ProbeSetting) -> float:
