@@ -126,8 +126,6 @@ def _cuts(
 # Accelerators are filled one after the other in a topological order, up to their memory (as the paper's
 # greedy does, in its Appendix F) or up to a share of the work. Nothing here promises to fit.
 
-# Both are as right for families as they are for groups.
-
 
 def _starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
     """The slots of each step; all on CPUs and all on one accelerator are the first, where there are such."""
@@ -143,7 +141,7 @@ def _starts_of(steps: LatencySteps, num_pieces: int) -> Iterator[Integers]:
     in_turn = [
         device * num_pieces + piece for piece in range(num_pieces) for device in range(steps.num_accelerators)
     ]
-    for order in (blocks, _in_breadth(steps, blocks), _latest(steps, blocks)):
+    for order in (blocks, _in_breadth(steps, blocks)):
         yield from _series(steps, num_pieces, order)
         fill = _Fill(steps, num_pieces, order)
         yield fill.slots(slots, most_time=np.inf, most_bytes=np.inf)
@@ -165,20 +163,6 @@ def _series(steps: LatencySteps, num_pieces: int, blocks: list[list[int]]) -> It
         if places is not None:
             stretch = np.where(places == _CPU, _CPU, places // pieces * num_pieces + places % pieces)
             yield stretch.astype(np.int64)
-
-
-def _latest(steps: LatencySteps, blocks: list[list[int]]) -> list[list[int]]:
-    """The same order, but each block is right before the first that needs it: weights come late."""
-    block_of = {step: number for number, block in enumerate(blocks) for step in block}
-    key = [(0, 0)] * len(blocks)
-    for number in range(len(blocks) - 1, -1, -1):
-        users = {block_of[user] for step in blocks[number] for user in steps.after.row(step)} - {number}
-        first = min((key[user] for user in users), default=(number, 0))
-        has_needs = any(
-            block_of[other] != number for step in blocks[number] for other in steps.before.row(step)
-        )
-        key[number] = (number, 0) if has_needs else (first[0], first[1] - 1)
-    return [blocks[number] for number in sorted(range(len(blocks)), key=lambda number: (key[number], number))]
 
 
 def _blocks(steps: LatencySteps) -> list[list[int]]:
