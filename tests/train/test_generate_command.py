@@ -66,7 +66,8 @@ def test_a_folder_writes_what_transformers_writes(
     """With its layers in memory; with layers that are read again for each token."""
     folder = llama(tmp_path / "llama")
     if room is not None:
-        monkeypatch.setattr(generating, "room_on", lambda _device: room)
+        for module in ("generating", "subject"):
+            monkeypatch.setattr(f"bireme.train.{module}.room_on", lambda _device: room)
     words = ["generate", str(folder), PROMPT, "--tokens", str(COUNT), "--temperature", "0"]
     found = bireme(capsys, *words, "--json").document
     assert found["ids"] == greedy(folder, PROMPT, COUNT)
