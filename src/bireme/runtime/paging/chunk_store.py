@@ -366,8 +366,13 @@ class ChunkStore(ChunkAccount[CopyJob]):
         if tier not in tiers:
             source = min(tiers, default=None)
             tiers[tier] = self.take(chunk, tier)
-            if source is not None:
-                self._copy(chunk, source, tier)
+            into = self.bytes_in(chunk, tier)
+            if source is not None and into is not None:
+                self._read(chunk, source, into)
+            elif source is not None:
+                data = self.bytes_in(chunk, source)
+                assert data is not None, "a rank has one disk"
+                self._write(chunk, tier, data)
         synchronize(self.device)
 
     def rest(self, chunk: Chunk) -> None:
@@ -420,15 +425,6 @@ class ChunkStore(ChunkAccount[CopyJob]):
             self._read(chunk, tier, self.scratch)
             self.last_read = chunk
         return self.scratch if there is None else there
-
-    def _copy(self, chunk: Chunk, source: int, target: int) -> None:
-        into = self.bytes_in(chunk, target)
-        if into is not None:
-            self._read(chunk, source, into)
-            return
-        data = self.bytes_in(chunk, source)
-        assert data is not None, "a rank has one disk"
-        self._write(chunk, target, data)
 
     def _read(self, chunk: Chunk, tier: int, into: Tensor) -> None:
         if tier == 0:

@@ -152,29 +152,22 @@ def arrange(store: ChunkStore, begin: Mapping[Chunk, int]) -> None:
     unknown = store.where.keys() - begin.keys()
     store.keep_slots(lowest, len(unknown))
     target = dict.fromkeys(unknown, lowest) | dict(begin)
-    for chunk in target:
-        _leave_but_one(store, chunk, target[chunk])
+    for chunk, tier in target.items():
+        where = store.where.setdefault(chunk, {})
+        if len(where) > 1:
+            store.carry(chunk, min(where, key=lambda one: abs(one - tier)))
     waiting = sorted(target, key=lambda chunk: (-target[chunk], chunk))
     while waiting:
-        left = [chunk for chunk in waiting if not _carried(store, chunk, target[chunk])]
+        left = []
+        for chunk in waiting:
+            if target[chunk] in store.where[chunk] or store.has_room(target[chunk]):
+                store.carry(chunk, target[chunk])
+            else:
+                left.append(chunk)
         if len(left) == len(waiting):
             # All full. Each time one more comes to its place, so this ends.
             _let_in(store, left, target)
         waiting = left
-
-
-def _leave_but_one(store: ChunkStore, chunk: Chunk, target: int) -> None:
-    """Give back a chunk's slots but the one nearest to its target."""
-    where = store.where.setdefault(chunk, {})
-    if len(where) > 1:
-        store.carry(chunk, min(where, key=lambda tier: abs(tier - target)))
-
-
-def _carried(store: ChunkStore, chunk: Chunk, tier: int) -> bool:
-    if tier not in store.where[chunk] and not store.has_room(tier):
-        return False
-    store.carry(chunk, tier)
-    return True
 
 
 def _let_in(store: ChunkStore, left: Sequence[Chunk], target: Mapping[Chunk, int]) -> None:
