@@ -5,7 +5,7 @@ Between ranks it packs a micro-batch's tensors into one message; between stages 
 as they are. It decides no order: the program's sends and receives do.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -90,11 +90,10 @@ class _Outgoing:
 
     def room(self, wire_format: WireFormat) -> OutgoingMessage | None:
         """Room whose last message has gone, if there is any of that format."""
-        for parcel in self.free:
-            if parcel.wire_format is wire_format:
-                self.free.remove(parcel)
-                return parcel
-        return None
+        found = next((parcel for parcel in self.free if parcel.wire_format is wire_format), None)
+        if found is not None:
+            self.free.remove(found)
+        return found
 
 
 class StageMessages:
@@ -120,7 +119,7 @@ class StageMessages:
         self._made: dict[Message, _Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, Arrival] = {}
-        self._outgoing: dict[tuple[bool, int], _Outgoing] = {}
+        self._outgoing = defaultdict[tuple[bool, int], _Outgoing](_Outgoing)
         """By direction and receiving stage."""
         self._coding = Coding()
         self._own_codecs = self._codecs = codecs
@@ -150,9 +149,7 @@ class StageMessages:
         tensors = self._here(key)
         if tensors is None:
             raise RuntimeError(f"{step} has nothing to send: the program is wrong.")
-        channel = self._outgoing.get(key[:2])
-        if channel is None:
-            channel = self._outgoing[key[:2]] = _Outgoing()
+        channel = self._outgoing[key[:2]]
         if len(channel.sent) >= MOST_SENDS:
             oldest = channel.sent.popleft()
             oldest.pending.wait()
