@@ -370,7 +370,7 @@ class OutgoingMessage:
         if self.wire_format.is_bounded:
             assert self._key is not None
             last = self._views[-1][1].storage_offset() - self.message.storage_offset()
-            self._write(self._key, last + used)
+            self._write(self._key, int(last) + used)
 
 
 class Arrival:
@@ -408,8 +408,8 @@ class Arrival:
         found = self._wire_format.views(here)
         for spec in self._wire_format.encoded:
             assert coding is not None, "what is encoded needs a codec"
-            came = self._wire_format.views(self.message) if self._is_staged else found
-            found[spec.name] = coding.decode(self._key, spec, found[spec.name], came[spec.name])
+            arrived = self._wire_format.views(self.message) if self._is_staged else found
+            found[spec.name] = coding.decode(self._key, spec, found[spec.name], arrived[spec.name])
         return found
 
 

@@ -219,8 +219,8 @@ class HostSpeed:
 
     def of(self, device: Device) -> Device:
         """A device whose chunks are so fast."""
-        figures = map(_rounded, (self.bytes_per_s, self.copy_s, self.chunk_s))
-        return replace(device, **dict(zip(("host_bytes_per_s", "copy_s", "chunk_s"), figures, strict=True)))
+        speed, copy_s, chunk_s = map(_rounded, (self.bytes_per_s, self.copy_s, self.chunk_s))
+        return replace(device, host_bytes_per_s=speed, copy_s=copy_s, chunk_s=chunk_s)
 
 
 def measured_host_speed(device: torch.device) -> HostSpeed:
