@@ -14,7 +14,7 @@ from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import save_cluster
 from bireme.profile.profile import Profile
 from bireme.profile.profiler import profile
-from bireme.train.captured_run import micro_batches
+from bireme.train.captured_run import micro_batches, shares_by_speed
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
 from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead
@@ -105,3 +105,10 @@ def test_the_planner_s_mode_is_kept_except_by_a_process_that_is_alone(tmp_path: 
         folder.write_run(load_run_file(None, [f"sync.mode={begun}"]))
         save_cluster(Cluster(servers[:count]), folder.cluster)
         assert [with_kept_mode(asked, folder, now).sync.mode for now in (1, 2)] == modes
+
+
+def test_devices_of_two_speeds_may_share_a_batch_by_their_speed() -> None:
+    assert shares_by_speed(16, [1.0, 1.0, 1.0, 1 / 3]) == {5, 1}
+    assert shares_by_speed(16, [1.0, 0.9, 1.0, 1.0]) == set()
+    assert shares_by_speed(16, [3.0, 2.0, 1.0]) == set()
+    assert shares_by_speed(2, [1.0, 1.0, 0.2]) == set()

@@ -155,7 +155,7 @@ def _reducer_of(
         tied |= {name: replicas for name in layout.repeated if name not in tied}
     at = None if device.type == "cpu" else device
     if agreement is None:
-        may_overlap = replicas.size > 1 and at is None and sharers is None and not layout.repeated
+        overlaps = overlaps and replicas.size > 1 and sharers is None and not layout.repeated
         return GroupReducer(
             control,
             replicas=replicas,
@@ -163,7 +163,7 @@ def _reducer_of(
             counted=layout.counted,
             device=at,
             sums=how,
-            overlaps=overlaps and may_overlap,
+            overlaps=overlaps and _are_processors(replicas, device),
         )
     return RoundReducer(
         control,
@@ -176,6 +176,13 @@ def _reducer_of(
         codec=codec,
         site=None if sharers is None else replicas,
     )
+
+
+def _are_processors(replicas: Group, device: torch.device) -> bool:
+    """Whether all replicas compute on processors. They may differ, and must cut their sums alike."""
+    count = torch.full((1,), float(device.type == "cpu"), device=device)
+    replicas.all_reduce(count).wait()
+    return int(count) == replicas.size
 
 
 def _replicas(fabric: Fabric, layout: Layout) -> Group:

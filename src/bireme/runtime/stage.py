@@ -142,7 +142,7 @@ class _BatchEnd:
                 slots = {
                     name: (number, slot.begin, slot.end)
                     for number, arena in enumerate(compress(part.whole.arenas, together), len(flats))
-                    for name, slot in arena.slots.items()
+                    for name, slot in (arena.slots.items() if arrivals is not None else ())
                 }
                 places |= {name: slots[name] for name in part.whole.whole_views if name in slots}
                 flats += [arena.flat for arena in compress(part.whole.arenas, together)]

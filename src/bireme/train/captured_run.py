@@ -47,6 +47,7 @@ from bireme.runtime.measuring.batch_end import (
     lopsided_graph,
     message_costs,
 )
+from bireme.runtime.microbatches import apportioned
 from bireme.runtime.world import World
 from bireme.train.choices import check_gradient, sums_of
 from bireme.train.machines import Machines, planning_machines
@@ -84,6 +85,18 @@ def micro_batches(run: RunFile) -> list[int]:
     largest = asked.largest_batch
     powers = [1 << power for power in range(min(_LARGEST_MEASURED, largest or batch).bit_length())]
     return powers if largest is not None else [size for size in powers if batch % size == 0]
+
+
+_UNLIKE = 1.5
+"""Times as large as the other share one must be to be measured."""
+
+
+def shares_by_speed(batch: int, speeds: Sequence[float]) -> set[int]:
+    """The samples of each device if all of them share a batch by their speed; none if these are not of two
+    sizes, because a plan has no more, or if they are much alike.
+    """
+    found = set(apportioned(batch, speeds)) if len(speeds) <= batch else set()
+    return found if len(found) == 2 and max(found) >= _UNLIKE * min(found) else set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,10 @@ class CapturedRun:
         check_depth(run, len(units_of(self.graph)))
         if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
             sizes = sizes[::-2]
+        if run.plan.micro_batch is None and run.plan.microbatches is None and run.plan.largest_batch is None:
+            speeds = [placed.device.speed for placed in self.machines.cluster.devices()]
+            shares = shares_by_speed(run.training.batch_size, speeds)
+            sizes = sorted({*sizes, *(one for one in shares if one <= max(sizes))})
         if like is not None:
             found = self.estimated(like, sizes)
         else:
