@@ -9,7 +9,7 @@ import pytest
 from bireme.cluster.catalogue import catalogue
 from bireme.cluster.named_machines import machines_of
 from bireme.model.shapes import shape_of
-from bireme.plan.fit import LINK_SHARES, SHARED_LINK_SHARES, Fit, FitQuestion, fit
+from bireme.plan.fit import HOST_BYTES, LINK_SHARES, SHARED_LINK_SHARES, Fit, FitQuestion, fit
 from bireme.profile.shape_profile import TrainedShare
 from tests.support.command import bireme
 
@@ -42,8 +42,7 @@ def test_what_is_left_is_what_the_device_could_lack() -> None:
     assert least.candidate is not None
     assert least.left_bytes == pytest.approx(0, abs=1)
     (short,) = answer("gpt2", f"rtx3060:{enough - 1000}", batch=1).rows
-    assert short.candidate is None
-    assert short.tokens_per_s is None
+    assert not short.fits
     assert short.left_bytes == pytest.approx(-1000, abs=1)
 
 
@@ -97,22 +96,55 @@ def test_a_device_that_cannot_keep_all_layers_runs_the_model_in_parts() -> None:
 
 def test_what_is_missing_is_counted_by_the_plan_that_lacks_least_also_in_parts() -> None:
     row = answer("gpt2-medium", "rtx3060:1.4GB", train="lora").rows[0]
-    assert row.candidate is None
+    assert not row.fits
     assert 0 < -row.left_bytes < 0.2e9, "in parts the model fits 1.6 GB"
 
 
-def test_a_model_that_does_not_fit_fits_with_adapters_or_with_offloading() -> None:
+def test_what_fits_only_with_offloading_is_answered_so_and_compared_with_adapters() -> None:
     found = answer("gpt2", "rtx3060:2.5GB", within_s=120.0)
     (row,) = found.rows
-    assert row.candidate is None
+    assert not row.fits
     assert row.left_bytes < -1e8
+    assert row.candidate is not None
+    assert row.candidate.plan.paging is not None
+    assert row.tokens_per_s is not None
+    assert row.tokens_per_s.low < row.tokens_per_s.likely < row.tokens_per_s.high
+    assert 1e8 < row.host_bytes < HOST_BYTES
+    assert not row.is_stopped
     (lora,) = [one for one in found.helps if "lora" in one.words]
-    assert lora.gain is None
-    (offloading,) = [one for one in found.helps if "offloading" in one.words]
-    assert offloading.host_bytes > 1e8
+    assert lora.gain == pytest.approx(lora.tokens_per_s / row.tokens_per_s.likely)
+    assert any("Hosts whose memory is not given" in note for note in found.notes)
     (same,) = answer("gpt2", "rtx3060:2.5GB", train="lora").rows
     assert same.tokens_per_s is not None
     assert same.tokens_per_s.likely == pytest.approx(lora.tokens_per_s)
+
+
+def test_without_time_the_first_plan_that_fits_with_offloading_is_the_answer() -> None:
+    found = answer("gpt2-large", "rtx3060:4GB, rtx3060:4GB @ 10Gbit/s", within_s=0.0)
+    row = found.rows[-1]
+    assert not row.fits
+    assert row.candidate is not None
+    assert row.is_stopped
+    assert any("bandwidth" in words for words in found.untried)
+
+
+def test_what_shares_the_memory_of_its_host_offloads_nothing_to_it() -> None:
+    found = answer("gpt2-xl", "jetson-orin-nano")
+    assert found.rows[0].candidate is None
+    assert any("offloading" in words for words in found.no_help)
+
+
+def test_a_host_that_is_too_small_is_no_help() -> None:
+    found = answer("gpt2", "rtx3060:2.5GB+100MB")
+    assert found.rows[0].candidate is None
+    assert any("offloading" in words for words in found.no_help)
+
+
+def test_more_memory_than_a_device_is_sold_with_is_named() -> None:
+    notes = answer("gpt2", "rtx3060:64GB, rtx3060:6GB", train="lora").notes
+    (note,) = [one for one in notes if "sold with" in one]
+    assert note.startswith("rtx3060:64GB counts with 64GB on the device, which is sold with 12.0 GiB. ")
+    assert note.endswith("rtx3060+64GB.")
 
 
 def test_links_attain_the_shares_of_the_range() -> None:
@@ -152,8 +184,8 @@ def test_the_figures_of_the_page_are_those_of_the_program(pair: tuple[str, ...])
     model, machines, train, length, fits, least, most = pair
     question = FitQuestion(shape_of(model), machines_of(machines), TrainedShare(train), int(length), 16)
     row = fit(question, within_s=0.0).rows[-1]
-    assert (row.candidate is not None) == (fits == "yes")
-    rate = row.tokens_per_s
+    assert row.fits == (fits == "yes")
+    rate = row.tokens_per_s if row.fits else None
     shown = ("–", "–") if rate is None else (f"{rate.low:,.0f}", f"{rate.high:,.0f}")
     assert shown == (least, most)
 
@@ -185,6 +217,7 @@ def test_the_document_has_all_answers(capsys: Capture) -> None:
     assert (document["model"], document["num_parameters"]) == ("gpt2", 124_439_808)
     (row,) = document["rows"]
     assert row["fits"]
+    assert (row["offloads"], row["host_bytes"], row["is_best_so_far"]) == (False, 0, False)
     assert row["plan"]["depth"] == 1
     rate = row["tokens_per_s"]
     assert row["hours"]["most"] == pytest.approx(3e6 / rate["low"] / 3600)

@@ -274,7 +274,7 @@ def fit(
     length: Annotated[int | None, {"show_default": "4096, or the model's most"}] = None,
     batch: int = 16,
     tokens: str = _DEFAULT_TOKENS,
-    within: Annotated[float, {"min": 0}] = 6.0,
+    within: Annotated[float, {"min": 0}] = 8.0,
     as_json: bool = False,
 ) -> None:
     """Answer whether a model fits machines, how fast it trains there, and what would help.
@@ -288,12 +288,13 @@ def fit(
 
     Options:
         machines ("NAME[:MEMORY][+HOST], … [@ LINK]"): Machines by the words of `bireme cluster devices`, such
-            as "2x rtx3090, m3-max:64GB @ 1Gbit/s".
+            as "2x rtx3090+64GB, m3-max:64GB @ 1Gbit/s". MEMORY is that of each device itself, HOST that of
+            the machine, for offloading.
         train (full|lora|qlora): Train all weights, or adapters of rank 16.
         length: Tokens of a sequence.
         batch (--batch, -b): Sequences of a batch.
         tokens (NUMBER): Tokens to count the hours for, such as 100M or 2e9.
-        within: Seconds after which no further change is tried.
+        within: Seconds for the answer. Nothing new is tried after them.
     """
     from bireme.cluster.named_machines import machines_of
     from bireme.model.shapes import shape_of

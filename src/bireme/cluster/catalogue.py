@@ -36,6 +36,7 @@ class CatalogueDevice:
     in float32. `peer_bytes_per_s` is how fast it reaches others of its machine over NVLink, 0 if it has none.
     `derived` names the figures that the maker does not publish. `attained` is the
     least and the most share of the matrix rate that training was reported to attain, or an estimate.
+    If it `shares_host`, its memory is that of its host.
     """
 
     word: str
@@ -51,6 +52,7 @@ class CatalogueDevice:
     source: str
     attained: tuple[float, float]
     attained_source: str
+    shares_host: bool
 
     @property
     def likely_attained(self) -> float:
@@ -100,6 +102,7 @@ def catalogue() -> Mapping[str, CatalogueDevice]:
                 source=group["source"],
                 attained=(group["attained"][0], group["attained"][1]),
                 attained_source=group["attained_source"],
+                shares_host=group.get("shares_host", not {"gib", "gb"} & figures.keys()),
             )
     return found
 

@@ -6,20 +6,23 @@ the least share of their rates that devices and links were reported to attain, a
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
+from bireme.bounds import bytes_text
 from bireme.cluster.cluster import Cluster
-from bireme.cluster.named_machines import NamedMachines
+from bireme.cluster.named_machines import NamedMachine, NamedMachines
 from bireme.errors import BiremeError
 from bireme.model.shapes import TransformerShape
 from bireme.plan.explain import changes
 from bireme.plan.forecast import Answer, Candidate, NothingFits, headroom_bytes
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_request import PlanRequest, TierLimits
-from bireme.plan.search.search import find_plan, forecast_of
+from bireme.plan.search.problem import PlanningProblem
+from bireme.plan.search.search import find_plan, forecast_of, least_cost
 from bireme.profile.profile import Profile
 from bireme.profile.shape_profile import TrainedShare, profile_of_shape
 
@@ -75,8 +78,11 @@ class FitQuestion:
 
 @dataclass(frozen=True, slots=True)
 class MachinesFit:
-    """The answer for some machines. `left_bytes` are free on the tightest `device` at its worst moment under
-    the best plan; if nothing fits, they are negative: the bytes that the nearest plan lacks there.
+    """The answer for some machines: whether they can do without offloading, and the fastest plan that is
+    known, which may offload. `left_bytes` are free on the tightest `device` at its worst moment under that
+    plan; if it offloads or there is none, they are negative: the bytes that the nearest plan lacks there
+    without. `host_bytes` are the most that it keeps on one host, 0 if it does not offload. `is_stopped` if
+    its search was over before all was tried.
     """
 
     words: str
@@ -86,6 +92,14 @@ class MachinesFit:
     left_bytes: float
     limit_bytes: float
     tokens_per_s: Range | None
+    fits: bool
+    host_bytes: float = 0.0
+    is_stopped: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the fastest plan does."""
+        return self.host_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +130,14 @@ class Fit:
 
 
 def fit(question: FitQuestion, *, within_s: float) -> Fit:
-    """Plan for each machine, for all, and then for one change at a time as long as no more than `within_s`
-    have passed.
+    """Plan for each machine and for all, with offloading if nothing else fits, and then for one change at a
+    time as long as no more than `within_s` have passed.
     """
     begin_s = perf_counter()
+
+    def left_s() -> float:
+        return begin_s + within_s - perf_counter()
+
     machines = question.machines.machines
     alone = {one.words: replace(question.machines, machines=(one,)) for one in machines}
     asked = list(alone.values())
@@ -127,11 +145,16 @@ def fit(question: FitQuestion, *, within_s: float) -> Fit:
         asked.append(question.machines)
     planners = [_Planner(replace(question, machines=one)) for one in asked]
     rows = [planner.row() for planner in planners]
-    rows[-1] = _with_devices_left_out(rows)
-    planner, row = planners[-1], rows[-1]
     helps, no_help, untried = [], [], []
+    for place in range(len(rows))[::-1]:
+        least = min((_cost(row) for row in rows), default=math.inf)
+        if rows[place].candidate is None and planners[place].least_cost() < least:
+            rows[place] = planners[place].offloaded(rows[place], max(_SEARCHED * left_s(), 0.0))
+    row = rows[-1] = _with_devices_left_out(rows)
+    no_help += [_OFFLOADING] if row.candidate is None else []
+    planner = planners[-1]
     for words, plan in planner.changed(row):
-        if perf_counter() - begin_s > within_s:
+        if left_s() < 0:
             untried.append(words)
             continue
         help_ = plan()
@@ -147,18 +170,25 @@ def fit(question: FitQuestion, *, within_s: float) -> Fit:
 
 def _with_devices_left_out(rows: list[MachinesFit]) -> MachinesFit:
     """The answer for all machines: that of one of them, if it is faster alone."""
-    *alone, together = rows
-    for row in alone:
-        if row.candidate is not None and (
-            together.candidate is None
-            or row.candidate.forecast.cost_s_per_sample < together.candidate.forecast.cost_s_per_sample
-        ):
-            together = replace(row, words=together.words, num_devices=together.num_devices)
-    return together
+    best = min(reversed(rows), key=_cost)
+    fits = any(row.fits for row in rows)
+    return replace(best, words=rows[-1].words, num_devices=rows[-1].num_devices, fits=fits)
+
+
+def _cost(row: MachinesFit) -> float:
+    return math.inf if row.candidate is None else row.candidate.forecast.cost_s_per_sample
 
 
 _HELPS = 1.02
 """Gains below this are within the uncertainty of forecasts."""
+
+HOST_BYTES = 128 * 2**30
+"""The memory of a host for each of its devices, if none is given."""
+
+_SEARCHED = 0.6
+"""The share of the time in which plans that offload are searched if nothing else fits."""
+
+_OFFLOADING = "offloading to the hosts (memory.device)"
 
 _FIRST = ("bandwidth", "codecs", "memory")
 """Words of the changes that are tried before others."""
@@ -176,6 +206,7 @@ class _Planner:
 
     def __init__(self, question: FitQuestion) -> None:
         self.question = question
+        self._fits = False
         self.devices = {one.device.word: one.device for one in question.machines.machines}
         likely = {word: one.likely_attained for word, one in self.devices.items()}
         self.profile, self.cluster = self._costs(
@@ -196,7 +227,7 @@ class _Planner:
         if isinstance(found, NothingFits):
             limit_bytes = found.stages[found.stage].limit_bytes
             missing = -found.missing_bytes
-            return MachinesFit(words, num_devices, None, found.device, missing, limit_bytes, None)
+            return MachinesFit(words, num_devices, None, found.device, missing, limit_bytes, None, fits=False)
         best = found.best
         left = headroom_bytes(best)
         limits = {
@@ -205,37 +236,96 @@ class _Planner:
             for device, _, limit_bytes in stage.bytes_of_devices()
         }
         device = min(left, key=lambda name: left[name] / limits[name])
-        return MachinesFit(words, num_devices, best, device, left[device], limits[device], self._range(best))
+        self._fits = True
+        rate = self._range(best)
+        return MachinesFit(words, num_devices, best, device, left[device], limits[device], rate, fits=True)
+
+    def offloaded(self, row: MachinesFit, within_s: float) -> MachinesFit:
+        """The answer if some of what nothing else fits is offloaded; the same if that fits nowhere either."""
+        request = self._offloading(within_s)
+        begin_s = perf_counter()
+        try:
+            found = self._best(self.cluster, request, request.schedule)
+        except BiremeError:
+            return row
+        if isinstance(found, NothingFits):
+            return row
+        is_stopped = perf_counter() - begin_s > within_s
+        best = found.best
+        return replace(
+            row,
+            candidate=best,
+            tokens_per_s=self._range(best),
+            host_bytes=self._host_bytes(best),
+            is_stopped=is_stopped,
+        )
+
+    def least_cost(self) -> float:
+        """A bound on the cost of all plans: the work, divided as if there were no units."""
+        problem = PlanningProblem(self.profile, self.cluster, self.request)
+        return least_cost(problem, problem.devices)
+
+    def _offloading(self, within_s: float) -> PlanRequest:
+        """The request for an estimate of plans that offload."""
+        schedule = SCHEDULES_TRIED[0] if self.cluster.num_devices > 1 else "sequential"
+        return replace(self.request, memory=TierLimits(within_s=within_s), schedule=schedule)
+
+    def _host_bytes(self, best: Candidate) -> float:
+        """The most that a plan keeps in the memory of one machine."""
+        servers = {placed.name: placed.server for placed in self.cluster.devices()}
+        of_server: Counter[int] = Counter()
+        for tier in best.forecast.tiers:
+            for device in best.plan.devices[tier.rank] if tier.tier == "host" else ():
+                of_server[servers[device]] += round(tier.peak_bytes)
+        return float(max(of_server.values(), default=0))
 
     def changed(self, row: MachinesFit) -> Iterator[tuple[str, Callable[[], FitHelp | None]]]:
         """The changes to try, in words that follow on "with", and a function that plans each."""
         best = row.candidate
         # If one device is the fastest alone, a change may let others help it, under any schedule.
         schedule = None if best is None or best.plan.num_ranks == 1 else best.plan.schedule
-        for change in sorted(changes(self.cluster, self.request), key=lambda one: _order(one.words)):
-            is_memory = "memory" in change.words
-            if is_memory or (best is not None and not change.words.startswith(_NO_CHANGES)):
-                plan = partial(self._help, change.words, change.cluster, change.request, best, schedule)
-                yield change.words, plan
+        is_plain, without = best is not None and not row.offloads, " without offloading" * row.offloads
+        asked = self._offloading(0.0) if row.offloads else self.request
+        for change in sorted(changes(self.cluster, asked), key=lambda one: _order(one.words)):
+            words, cluster = change.words, change.cluster
+            if best is not None and row.offloads and "bandwidth" in words:
+                yield words, partial(self._help_same, words, cluster, asked, best)
+            elif is_plain and not words.startswith(_NO_CHANGES):
+                yield words, partial(self._help, words, cluster, change.request, best, schedule)
+            elif "memory" in words:
+                words += without
+                yield words, partial(self._help, words, cluster, self.request, best, None)
         if self.question.trained is TrainedShare.FULL:
             lora = replace(self.question, trained=TrainedShare.LORA)
-            words = "adapters instead of all weights (--train lora)"
+            words = f"adapters instead of all weights (--train lora){without}"
             yield words, partial(self._help_of, words, lora, best)
-        if best is None:
+        if not is_plain:
             half = replace(self.question, length=max(1, self.question.length // 2))
-            words = "sequences of half the length (--length)"
+            words = f"sequences of half the length (--length){without}"
             yield words, partial(self._help_of, words, half, best)
-        if best is None or best.plan.recompute:
-            words = "offloading to the hosts (memory.device)"
-            offloading = replace(self.request, memory=TierLimits())
-            drains = SCHEDULES_TRIED[0] if self.cluster.num_devices > 1 else None
-            yield words, partial(self._help, words, self.cluster, offloading, best, schedule or drains)
+        elif best is not None and best.plan.recompute:
+            yield (
+                _OFFLOADING,
+                partial(self._help, _OFFLOADING, self.cluster, self._offloading(0.0), best, schedule),
+            )
 
-    @staticmethod
-    def _help_of(words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
-        """The answer to another question on the same machines."""
+    def _help_same(
+        self, words: str, cluster: Cluster, request: PlanRequest, best: Candidate
+    ) -> FitHelp | None:
+        """The gain of the same plan that offloads on a cluster that is otherwise, or of one that does not."""
+        then = forecast_of(best.plan, self.profile, cluster, request)
+        gain = best.forecast.cost_s_per_sample / then.cost_s_per_sample
+        same = FitHelp(words, then.samples_per_s * self.question.length, gain)
+        other = self._help(words, cluster, self.request, best, None) if self._fits else None
+        return max(filter(None, (same, other)), key=lambda one: one.gain or 0.0)
+
+    def _help_of(self, words: str, question: FitQuestion, best: Candidate | None) -> FitHelp | None:
+        """The answer to another question on the same machines; its gain is in tokens."""
         other = _Planner(question)
-        return other._help(words, other.cluster, other.request, best, None)
+        found = other._help(words, other.cluster, other.request, best, None)
+        if found is None or found.gain is None:
+            return found
+        return replace(found, gain=found.gain * question.length / self.question.length)
 
     def _help(
         self,
@@ -253,8 +343,7 @@ class _Planner:
             return None
         then = found.best.forecast
         gain = None if best is None else best.forecast.cost_s_per_sample / then.cost_s_per_sample
-        host_bytes = sum(tier.peak_bytes for tier in then.tiers if tier.tier == "host")
-        return FitHelp(words, then.samples_per_s * self.question.length, gain, host_bytes)
+        return FitHelp(words, then.samples_per_s * self.question.length, gain, self._host_bytes(found.best))
 
     def _best(
         self, cluster: Cluster, request: PlanRequest, schedule: str | None = None
@@ -277,8 +366,9 @@ class _Planner:
         return min(fitting, key=lambda one: one.best.forecast.cost_s_per_sample, default=found[0])
 
     def _range(self, best: Candidate) -> Range:
+        request = self._offloading(0.0) if best.plan.paging else self.request
         low, high = (
-            forecast_of(best.plan, *self._costs(attained, *link_shares), self.request).samples_per_s
+            forecast_of(best.plan, *self._costs(attained, *link_shares), request).samples_per_s
             for end, link_shares in enumerate(zip(LINK_SHARES, SHARED_LINK_SHARES, strict=True))
             for attained in [{word: one.attained[end] for word, one in self.devices.items()}]
         )
@@ -305,7 +395,19 @@ class _Planner:
             )
             for word, device in self.devices.items()
         }
-        return own, asked.machines.cluster(speeds, link_share, shared_share)
+        cluster = asked.machines.cluster(speeds, link_share, shared_share)
+        servers = zip(cluster.servers, asked.machines.machines, strict=True)
+        return own, replace(
+            cluster,
+            servers=tuple(replace(one, host_memory_bytes=_host_bytes(machine)) for one, machine in servers),
+        )
+
+
+def _host_bytes(machine: NamedMachine) -> int:
+    """The memory of a machine to offload to: as good as none if its devices have all there is."""
+    if machine.device.shares_host:
+        return machine.host_bytes or 1
+    return machine.host_bytes or machine.count * HOST_BYTES
 
 
 def _seconds(profile: Profile) -> float:
@@ -325,6 +427,21 @@ def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
             yield f"{device.word} has no hardware for bfloat16, so it counts with its rate in float32."
         if device.kind in ("mps", "xpu"):
             yield f"Bireme has not been tested on {device.word} ({device.kind})."
+    for one in {one.words: one for one in question.machines.machines}.values():
+        usual = one.device.memory_bytes
+        if 0 < usual < one.memory_bytes:
+            _, size = one.words.split(":")
+            yield (
+                f"{one.words} counts with {size} on the device, which is sold with {bytes_text(usual)}. The "
+                f"memory of its host follows a plus sign: {one.device.word}+{size}."
+            )
+    if row.host_bytes:
+        yield "Plans that offload are timed over two batches."
+        if any(not one.host_bytes and not one.device.shares_host for one in question.machines.machines):
+            yield (
+                f"Hosts whose memory is not given count with {bytes_text(HOST_BYTES)} for each device. It "
+                f"follows a plus sign: {question.machines.machines[0].device.word}+64GB."
+            )
     if len(question.machines.machines) > 1:
         low, high = LINK_SHARES
         yield f"Links attain {low:.0%} to {high:.0%} of their rate: an estimate, and TCP's payload."

@@ -93,7 +93,8 @@ class TierLimits:
 
     Without `stashes` activations stay on the device. `optimizer` says where updates are made of what is
     paged: on the device, on the host, or wherever a batch is predicted to take less time (auto). With
-    `updates_apart` stages may be updated before all have their gradients.
+    `updates_apart` stages may be updated before all have their gradients. `within_s` asks for an estimate:
+    the best plan that is found in these seconds, or the first that fits, timed over two batches.
     """
 
     device_bytes: int | None = None
@@ -102,6 +103,7 @@ class TierLimits:
     stashes: bool = True
     optimizer: str = "auto"
     updates_apart: bool = False
+    within_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.device_bytes is not None and self.device_bytes < 1:

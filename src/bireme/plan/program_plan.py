@@ -4,9 +4,10 @@ A `Plan` names a schedule; this has the programs themselves, which may come from
 no more than this, so it trains with any program that is proved right.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from bireme.codec.description import NO_CODECS, LinkCodecs
 from bireme.errors import BiremeError
@@ -89,12 +90,20 @@ def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
     so_far = list(accumulate(work, initial=0.0))
     # For each number of units from the first: what the busiest of the stages has, and where they are cut.
     ways: dict[int, tuple[float, tuple[int, ...]]] = {end: (so_far[end], ()) for end in range(len(so_far))}
+
+    def best_last(places: range, end: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """The ways whose last cut is at one of the places and leaves the busiest stage least. The work before
+        a cut grows with its place and the work after it shrinks, so these places are neighbors.
+        """
+
+        def way(cut: int) -> tuple[float, tuple[int, ...]]:
+            return max(ways[cut][0], so_far[end] - so_far[cut]), (*ways[cut][1], cut)
+
+        middle = bisect_left(places, True, key=lambda cut: ways[cut][0] >= so_far[end] - so_far[cut])
+        sides = (places[middle:], places[:middle][::-1])
+        least = min(way(side[0])[0] for side in sides if side)
+        return (one for side in sides for one in takewhile(lambda one: one[0] <= least, map(way, side)))
+
     for stages in range(2, num_stages + 1):
-        ways = {
-            end: min(
-                (max(ways[cut][0], so_far[end] - so_far[cut]), (*ways[cut][1], cut))
-                for cut in range(stages - 1, end)
-            )
-            for end in range(stages, len(so_far))
-        }
+        ways = {end: min(best_last(range(stages - 1, end), end)) for end in range(stages, len(so_far))}
     return ways[len(work)][1]

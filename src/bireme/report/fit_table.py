@@ -41,7 +41,10 @@ def _row(row: MachinesFit, tokens: float) -> dict[str, Any]:
     return {
         "machines": row.words,
         "num_devices": row.num_devices,
-        "fits": best is not None,
+        "fits": row.fits,
+        "offloads": row.offloads,
+        "host_bytes": row.host_bytes,
+        "is_best_so_far": row.is_stopped,
         "device": row.device,
         "left_bytes": row.left_bytes,
         "limit_bytes": row.limit_bytes,
@@ -79,7 +82,7 @@ def print_fit(found: Fit, tokens: float, console: Console) -> None:
     headings = ("machines", "fits", "tightest device", "tokens/s", f"hours for {_amount(tokens)}")
     table = columns(headings, words=("machines", "fits", "tightest device"), wrapped=("machines",))
     for row in found.rows:
-        fits = "yes" if row.candidate else "no"
+        fits = "host" if row.offloads else "yes" if row.fits else "no"
         table.add_row(escape(row.words), fits, _memory(row), *_pace(row, tokens))
     console.print(table)
     row = found.rows[-1]
@@ -92,7 +95,7 @@ def print_fit(found: Fit, tokens: float, console: Console) -> None:
 
 def _memory(row: MachinesFit) -> str:
     """By how much it fits, or does not."""
-    much = "missing" if row.candidate is None else "left"
+    much = "left" if row.left_bytes >= 0 else "missing"
     return f"{bytes_text(abs(row.left_bytes))} {much} of {bytes_text(row.limit_bytes)}"
 
 
@@ -109,23 +112,28 @@ def _plan_words(row: MachinesFit) -> str:
     if row.candidate is None:
         return f"No plan fits; {row.device} lacks most."
     plan, short = row.candidate.plan, summarize(row.candidate)
+    parts = plan.stages_per_rank or 1
+    in_parts = f"in {counted(parts, 'part')} that run their forwards again" if parts > 1 else ""
     if plan.num_ranks == 1:
         (device,) = plan.devices[0]
         where = f"on {device} alone"
-        if plan.num_stages > 1:
-            where += f", in {plan.num_stages} parts that run their forwards again"
+        where += f", {in_parts}" if in_parts else ""
     else:
         replicas = f", {counted(plan.width, 'replica')}" if plan.width > 1 else ""
         where = f"as a pipeline of {counted(plan.num_stages, 'stage')}{replicas} under {plan.schedule}"
         if plan.num_stages == 1:
             where = f"on {counted(plan.width, 'replica')}"
+    if row.host_bytes:
+        where += f", with offloading, at most {bytes_text(row.host_bytes)} to a host"
     again = f"; {counted(short.num_recomputed, 'stage')} recomputed" if short.num_recomputed else ""
     steps = f" It takes {short.penalty:.2f} steps for one synchronous step." if short.penalty > 1 else ""
     size = max(short.micro_batch_sizes)
+    later = " It is the best so far: a larger --within may find a faster one." if row.is_stopped else ""
+    least = "has the least free memory" if not row.offloads else "lacks most without offloading"
     return (
         f"The fastest way: {where}, {counted(short.num_microbatches, 'micro-batch')} of "
         f"{counted(size, 'sequence')}{again}. {short.bottleneck} limits the pace; devices are busy "
-        f"{short.busy_share:.0%} of the time. {row.device} has the least free memory.{steps}"
+        f"{short.busy_share:.0%} of the time. {row.device} {least}.{steps}{later}"
     )
 
 

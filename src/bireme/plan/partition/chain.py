@@ -57,6 +57,11 @@ class RangeBytes:
         for field in fields(self):
             getattr(self, field.name).setflags(write=False)
 
+    @property
+    def state(self) -> Bytes:
+        """One version of the weights, its gradients, what the optimizer keeps, and buffers."""
+        return self.parameter + self.gradient + self.optimizer + self.buffer
+
     def between(self, bounds: Sequence[int]) -> "RangeBytes":
         """The tables of a chain whose units are those between the bounds."""
         index = np.ix_(bounds, bounds)

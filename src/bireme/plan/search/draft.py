@@ -45,6 +45,9 @@ ever kept at once has been."""
 _LOOPED = WRITTEN_OUT + 2
 """Batches where chunks are paged: what becomes of them is decided for a loop, as in a long run."""
 
+_ESTIMATED = 2
+"""The same for an estimate, if the pipeline drains after each batch."""
+
 
 def shares_by_speed(speeds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
     """Whole micro-batches for replicas of these speeds, one at least for each, so that the last is done as
@@ -192,13 +195,17 @@ class Draft:
         shares = tuple(shares_by_speed(share, count) for share in self.shares)
         return replace(self, outline=replace(self.outline, num_microbatches=count), shares=shares)
 
-    def program(self, *, is_brief: bool = False) -> Program:
-        """What one replica does in a few batches; with `is_brief` in very few, where it pages."""
-        return self.resident_program() if self.paging is None else _paged(self, is_brief=is_brief)
+    def program(self, *, is_brief: bool = False, estimates: bool = False) -> Program:
+        """What one replica does in a few batches; where it pages, in fewer with `is_brief`, and in fewest if
+        that `estimates`.
+        """
+        if self.paging is None:
+            return self.resident_program()
+        return _paged(self, is_brief=is_brief, estimates=estimates)
 
-    def resident_program(self) -> Program:
-        """The same without paging."""
-        return _gathered(self) if self.whole_weights else self.ungathered_program()
+    def resident_program(self, num_batches: int | None = None) -> Program:
+        """The same without paging; in so many batches if that is given."""
+        return _gathered(self, num_batches) if self.whole_weights else self.ungathered_program(num_batches)
 
     def ungathered_program(self, num_batches: int | None = None) -> Program:
         """The same without what sharing weights takes; in so many batches if that is given."""
@@ -260,19 +267,20 @@ def _program(draft: Draft, num_batches: int) -> Program:
     )
 
 
-def _paged(draft: Draft, *, is_brief: bool) -> Program:
+def _paged(draft: Draft, *, is_brief: bool, estimates: bool) -> Program:
     paging = draft.paging
     assert paging is not None, "the draft pages"
-    made = _paged_programs(replace(draft, paging=replace(paging, ahead=1)))
-    return made.fetched(paging.ahead, is_brief=is_brief)
+    num_batches = _ESTIMATED if estimates and draft.rule is Rule.SYNCHRONOUS else None
+    made = _paged_programs(replace(draft, paging=replace(paging, ahead=1)), num_batches)
+    return made.fetched(paging.ahead, is_brief=is_brief or estimates)
 
 
 @lru_cache(maxsize=8)
-def _paged_programs(draft: Draft) -> PagedPrograms:
+def _paged_programs(draft: Draft, num_batches: int | None) -> PagedPrograms:
     paging = draft.paging
     assert paging is not None, "the draft pages"
     plain = replace(paging, updates_together=False, updates_apart=False)
-    return paging.paged(draft.resident_program(), _cut(replace(draft, paging=plain)))
+    return paging.paged(draft.resident_program(num_batches), _cut(replace(draft, paging=plain)))
 
 
 @lru_cache(maxsize=64)
@@ -283,9 +291,9 @@ def _cut(draft: Draft) -> Cut:
 
 
 @lru_cache(maxsize=64)
-def _gathered(draft: Draft) -> Program:
+def _gathered(draft: Draft, num_batches: int | None) -> Program:
     sharers = draft.outline.width // draft.outline.sites
-    return gathered(draft.ungathered_program(), sharers, draft.whole_weights)
+    return gathered(draft.ungathered_program(num_batches), sharers, draft.whole_weights)
 
 
 def draft_of(plan: Plan, cluster: Cluster) -> Draft:

@@ -147,7 +147,9 @@ class PlanEvaluator:
         busy = self._busy_throughout(draft, floor)
         shortened = None if busy else draft.shortened(self._fewest(draft, floor))
         seen = busy[0] if busy else draft if shortened is None else shortened[1]
-        program = seen.program(is_brief=is_brief)
+        memory = problem.request.memory
+        estimates = memory is not None and memory.within_s is not None
+        program = seen.program(is_brief=is_brief, estimates=estimates)
         of_replica = busy[1] if busy else self._simulated(seen, program, floor, is_brief=is_brief)
         timelines = [timeline for _, timeline in of_replica]
         has_memory = not (is_brief and seen.paging)

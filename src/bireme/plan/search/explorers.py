@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice, pairwise
+from itertools import accumulate, count, islice, pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from bireme.plan.forecast import PlanKind
+from bireme.plan.partition.chain import RangeBytes
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import AUTO
 from bireme.plan.program_plan import even_cuts
@@ -564,13 +565,36 @@ class InPartsExplorer(Explorer):
         self.how = f"{self._ledger.num_evaluated - before:,} plans in parts simulated"
 
     def _explore_grid(self, outline: Outline, grid: Grid) -> None:
-        bounds = self._problem.bounds
-        kept = self._problem.whole(max(outline.sizes)).bytes.kept
-        work = [float(kept[one, other]) for one, other in pairwise(bounds)]
+        """Evaluate the plan of the fewest parts that fits. Plans whose bytes alone are too many are left out,
+        but to show what is missing, that of the smallest micro-batches which takes least is evaluated.
+        """
+        problem, size = self._problem, max(outline.sizes)
+        tables = problem.merged(size, outline.width).bytes
+        limit = min(problem.limits[device] for row in grid for device in row)
+        is_smallest = size == min(problem.sizes)
+        if tables.state[0, -1] > limit and not is_smallest:
+            return
+        work = np.diag(tables.kept, 1).tolist()
+        nearest = math.inf, Draft(outline, grid, ())
         for num_parts in _NUMBERS_OF_PARTS:
             if num_parts > len(work):
-                return
-            cuts = tuple(bounds[cut] for cut in even_cuts(work, num_parts))
+                break
+            cuts = even_cuts(work, num_parts)
             parts = replace(outline, stages_per_rank=num_parts)
-            if self._ledger.evaluated(Draft(parts, grid, cuts, tuple(range(num_parts - 1)))).fits:
+            at = tuple(problem.bounds[cut] for cut in cuts)
+            draft = Draft(parts, grid, at, tuple(range(num_parts - 1)))
+            least = _least_bytes(tables, list(pairwise((0, *cuts, len(work)))))
+            nearest = min(nearest, (least, draft), key=itemgetter(0))
+            if least <= limit and self._ledger.evaluated(draft).fits:
                 return
+        if is_smallest:
+            self._ledger.evaluated(nearest[1])
+
+
+def _least_bytes(tables: RangeBytes, parts: Sequence[tuple[int, int]]) -> float:
+    """What a device keeps at the least during the backward of some part: the state of all, the inputs of the
+    parts before it, and its own activations.
+    """
+    inputs = accumulate((tables.inputs[part] for part in parts), initial=0)
+    most = max(before + tables.kept[part] for before, part in zip(inputs, parts, strict=False))
+    return float(tables.state[0, -1] + most)

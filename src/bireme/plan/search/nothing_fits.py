@@ -42,22 +42,17 @@ _MOST_MORE = 64
 """Devices more to think of."""
 
 
-def fitting_drafts(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[Draft]:
-    """Drafts that fit by the account of the partition, of the shapes that take the fewest bytes."""
-    yield from (found for found in _asked(problem, shapes) if isinstance(found, Draft))
-
-
 def nearest_misfit(
-    problem: PlanningProblem, shapes: Sequence[Outline], evaluated: Sequence[EvaluatedDraft]
+    problem: PlanningProblem, asked: Sequence[NothingFits | Draft], evaluated: Sequence[EvaluatedDraft]
 ) -> NothingFits:
     """Of all plans the one whose worst device misses least.
 
-    `evaluated` are plans that were simulated and do not fit: all there is of several stages on a rank, of
-    which the partition knows no bytes.
+    `asked` are the answers of `asked_of`. `evaluated` are plans that were simulated and do not fit: all there
+    is of several stages on a rank, of which the partition knows no bytes.
     """
-    asked = [found for found in _asked(problem, shapes) if isinstance(found, NothingFits)]
+    misfits = [found for found in asked if isinstance(found, NothingFits)]
     simulated = [_nothing(problem, one.draft.outline, one.forecast.stages) for one in evaluated]
-    near = min([*asked, *simulated], key=lambda one: (one.missing_bytes, _num_devices(one)), default=None)
+    near = min([*misfits, *simulated], key=lambda one: (one.missing_bytes, _num_devices(one)), default=None)
     if near is None and problem.owners and not problem.pins:
         raise BiremeError(
             "No plan keeps private samples at home: the model reads inputs in its units "
@@ -116,7 +111,7 @@ def _tightest(problem: PlanningProblem, devices: Sequence[str]) -> str:
     return min(devices, key=lambda name: problem.limits[problem.cluster.number_of(name)])
 
 
-def _asked(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[NothingFits | Draft]:
+def asked_of(problem: PlanningProblem, shapes: Sequence[Outline]) -> Iterator[NothingFits | Draft]:
     """The shapes that take the fewest bytes, on likely mappings: drafts that fit, and misfits."""
     seen: set[tuple[str, int, int, int]] = set()
     num_asked = 0
@@ -284,7 +279,7 @@ def _would_fit(problem: PlanningProblem, profile: Profile | None = None, **chang
         other = _changed(problem, profile, **changes)
         # The partition knows stages of equal width only.
         shapes = [] if isinstance(other.request.stage_widths, tuple) else list(Outlines(other))
-        return any(isinstance(found, Draft) for found in _asked(other, shapes))
+        return any(isinstance(found, Draft) for found in asked_of(other, shapes))
     return False
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from operator import gt
+from time import perf_counter
 from typing import Protocol
 
 from bireme.bounds import bytes_text
@@ -80,6 +81,13 @@ class PagedWalk:
         self._too_large: list[tuple[Draft, bool]] = []
         """Drafts whose working set is larger than a device, and whether they were to update on the host."""
         self._error: BiremeError | None = None
+        within_s = None if problem.request.memory is None else problem.request.memory.within_s
+        self._end_s = math.inf if within_s is None else perf_counter() + within_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for the search is over."""
+        return perf_counter() > self._end_s
 
     @property
     def num_tried(self) -> int:
@@ -104,6 +112,8 @@ class PagedWalk:
         while is_better and least > least_cost * AS_GOOD and self.num_tried - num_before < self._most:
             is_better = False
             for other in self._beside(at):
+                if self.is_over:
+                    break
                 if self._is_hopeless(other, least):
                     continue
                 cost = math.inf if self._forecast(other) is None else self._cost(other)
@@ -155,18 +165,15 @@ class PagedWalk:
     def _beside(self, draft: Draft) -> Iterator[Draft]:
         """The neighbors of a draft."""
         yield from self._sweeps(draft)
+        everyone, now = sorted(set(draft.outline.rank_of_stage)), self._ranks_again(draft)
         yield from self._recomputing(draft)
         parts = list(self._parts(self._whole(draft)))
         place = next((i for i, one in enumerate(parts) if one.cuts == draft.cuts), 0)
         for other in (place + 1, place - 1):
             if 0 <= other < len(parts):
-                again = parts[other].outline.rank_of_stage
-                ranks = self._ranks_again(draft)
-                yield replace(
-                    parts[other],
-                    sweep=draft.sweep,
-                    recompute=tuple(stage for stage, rank in enumerate(again) if rank in ranks),
-                )
+                yield self._on_ranks(replace(parts[other], sweep=draft.sweep), now)
+        if self._may_recompute and 1 < len(everyone) <= _MOST_TOGGLED:
+            yield from (self._on_ranks(draft, now ^ {rank}) for rank in everyone)
         yield from self._smaller(draft)
 
     def _parts(self, draft: Draft) -> Iterator[Draft]:
@@ -228,17 +235,25 @@ class PagedWalk:
             if 0 <= other < len(possible):
                 yield replace(draft, sweep=possible[other])
 
+    @property
+    def _may_recompute(self) -> bool:
+        return self._problem.request.recompute is Recompute.WHERE_NEEDED
+
     def _recomputing(self, draft: Draft) -> Iterator[Draft]:
-        """All ranks recompute, none does, and each as it does not."""
-        if self._problem.request.recompute is not Recompute.WHERE_NEEDED:
-            return
+        """All ranks recompute, and none does."""
+        if self._may_recompute:
+            everyone = set(draft.outline.rank_of_stage)
+            for ranks in (everyone, set[int]()):
+                if ranks != self._ranks_again(draft):
+                    yield self._on_ranks(draft, ranks)
+
+    @staticmethod
+    def _on_ranks(draft: Draft, ranks: set[int]) -> Draft:
+        """The draft whose stages on these ranks recompute."""
         rank_of_stage = draft.outline.rank_of_stage
-        now, everyone = self._ranks_again(draft), set(rank_of_stage)
-        toggled = [now ^ {rank} for rank in sorted(everyone)] if len(everyone) <= _MOST_TOGGLED else []
-        for ranks in (everyone, set[int](), *toggled):
-            if ranks != now:
-                again = tuple(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
-                yield replace(draft, recompute=again)
+        return replace(
+            draft, recompute=tuple(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
+        )
 
     def _ranks_again(self, draft: Draft) -> set[int]:
         ranks = draft.outline.rank_of_stage
@@ -366,9 +381,11 @@ class PagedWalk:
     def _settled(self, draft: Draft) -> Candidate:
         """The plan of a draft, with the lead of its copies and the order of its updates that are fastest."""
         best, forecast = self._fitting[draft], self._seen[draft]
-        if best.paging is not None and _waits(forecast):
+        if best.paging is not None and _waits(forecast) and not self.is_over:
             tried = [best.program(is_brief=True)]
             for other in self._variants(best, best.paging):
+                if self.is_over:
+                    break
                 try:
                     program = other.program(is_brief=True)
                     if any(program is one for one in tried):
@@ -486,6 +503,8 @@ def with_paging(
         within = search(limited, unlimited, is_rough=True)
         seeds += within.candidates[:most_seeds] if isinstance(within, Answer) else ()
     for seed in sorted(dict.fromkeys(seeds), key=cost):
+        if walk.is_over and (fits or paged):
+            break
         draft = draft_of(seed.plan, cluster)
         if cost(seed) * AS_GOOD < least and draft not in walked:
             walked.add(draft)

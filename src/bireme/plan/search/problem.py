@@ -134,6 +134,12 @@ class PlanningProblem:
         """How many units the merged chain has."""
         return len(self.bounds) - 1
 
+    @cached_property
+    def is_overfull(self) -> bool:
+        """Whether one copy of the model's state is more than all devices hold, so that no plan fits."""
+        state_bytes = float(self.whole(self.sizes[0]).bytes.state[0, -1])
+        return state_bytes > sum(self.limits[device] for device in self.devices)
+
     @property
     def batches(self) -> range:
         """How many samples a step may have."""

@@ -24,7 +24,7 @@ from bireme.plan.search.evaluated import EvaluatedDrafts, with_best_shard, with_
 from bireme.plan.search.evaluator import PlanEvaluator
 from bireme.plan.search.explorers import ExhaustiveExplorer, HeuristicExplorer, InPartsExplorer, few_enough
 from bireme.plan.search.mapping import why_homeless
-from bireme.plan.search.nothing_fits import Remedies, fitting_drafts, nearest_misfit
+from bireme.plan.search.nothing_fits import Remedies, asked_of, nearest_misfit
 from bireme.plan.search.paged_walk import with_paging, with_room
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outlines
@@ -72,7 +72,7 @@ def find_plan(
     chooses_way = bool(request.sync_choices) or request.codec == AUTO
     if chooses_way:
         problem = PlanningProblem(profile, cluster, request)
-        return with_best_way(profile, cluster, request, again, _least_cost(problem, problem.devices))
+        return with_best_way(profile, cluster, request, again, least_cost(problem, problem.devices))
     walked: set[Draft] = set()
 
     def on_devices(asked: PlanRequest, most_cost: float) -> Answer | NothingFits:
@@ -148,8 +148,9 @@ def _found(
         raise BiremeError(homeless)
     ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: ExhaustiveExplorer | HeuristicExplorer
-    is_exhaustive, how = False, []
-    if shapes:
+    is_overfull = problem.is_overfull
+    is_exhaustive, how = is_overfull, []
+    if shapes and not is_overfull:
         is_exhaustive = not is_tight and few_enough(problem)
         if is_exhaustive:
             explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
@@ -161,14 +162,15 @@ def _found(
         in_parts = InPartsExplorer(problem, outlines, ledger)
         in_parts.explore(shapes)
         how.append(in_parts.how)
-    if not request.equal_widths_because:
+    if not request.equal_widths_because and not is_overfull:
         unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
         unequal.explore()
         how += [unequal.how] if unequal.how else []
         is_exhaustive = is_exhaustive if shapes else unequal.is_exhaustive
     candidates = ledger.candidates()
-    if not candidates:
-        next((draft for draft in fitting_drafts(problem, shapes) if ledger.evaluated(draft).fits), None)
+    asked = [] if candidates else list(asked_of(problem, shapes))
+    if asked:
+        next((one for one in asked if isinstance(one, Draft) and ledger.evaluated(one).fits), None)
         candidates = ledger.candidates()
     if not candidates and not shapes and not ledger.misfits():
         roomy = with_room(cluster)
@@ -178,7 +180,7 @@ def _found(
         if isinstance(found, Answer):
             ledger.evaluated(draft_of(found.best.plan, cluster))
     if not candidates:
-        nearest = nearest_misfit(problem, shapes, ledger.misfits())
+        nearest = nearest_misfit(problem, asked, ledger.misfits())
         return replace(nearest, is_exhaustive=is_exhaustive)
     origin = Origin(
         graph=profile.graph,
@@ -267,7 +269,7 @@ def _with_subsets(
     num_searched = 0
     for devices in _subsets(problem, best, is_brief=is_brief):
         least = math.inf if best is None else best.best.forecast.cost(goal)
-        if _least_cost(problem, devices) >= least:
+        if least_cost(problem, devices) >= least:
             continue
         num_searched += 1
         try:
@@ -325,7 +327,7 @@ def _without_the_worst(problem: PlanningProblem) -> set[tuple[int, ...]]:
     return found
 
 
-def _least_cost(problem: PlanningProblem, devices: Sequence[int]) -> float:
+def least_cost(problem: PlanningProblem, devices: Sequence[int]) -> float:
     """What a sample costs at the least on these devices: its work, divided as if there were no units."""
     work_s = min(
         float((chain.forward_s + chain.backward_s).sum()) / size
