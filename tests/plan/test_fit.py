@@ -54,13 +54,16 @@ def test_each_machine_is_answered_by_itself_once_and_then_all_together() -> None
     assert best[2] >= best[1] > best[0], "more devices are never slower"
 
 
-def test_changes_are_planned_again_and_the_link_that_limits_helps() -> None:
+def test_changes_are_planned_again_and_memory_helps_a_plan_that_offloads() -> None:
     found = answer("gpt2-medium", "rtx3060:6GB, rtx3060:6GB @ 100Mbit/s", batch=4, within_s=120.0)
     assert found.untried == ()
     gains = {one.words: one.gain for one in found.helps}
-    (link,) = [gain for words, gain in gains.items() if "bandwidth" in words]
-    assert link is not None
-    assert link > 1.1
+    assert found.rows[-1].offloads, "one device alone, as the link is slow"
+    assert found.rows[-1].fits, "on both without offloading"
+    (memory,) = [gain for words, gain in gains.items() if "2 × the memory" in words]
+    assert memory is not None
+    assert memory > 1.1
+    assert any("bandwidth" in words for words in found.no_help)
     assert list(gains.values()) == sorted(gains.values(), key=lambda gain: -(gain or 0))
 
 
@@ -120,7 +123,7 @@ def test_what_fits_only_with_offloading_is_answered_so_and_compared_with_adapter
 
 
 def test_without_time_the_first_plan_that_fits_with_offloading_is_the_answer() -> None:
-    found = answer("gpt2-large", "rtx3060:4GB, rtx3060:4GB @ 10Gbit/s", within_s=0.0)
+    found = answer("gpt2-large", "rtx3060:5GB, rtx3060:5GB @ 10Gbit/s", within_s=0.0)
     row = found.rows[-1]
     assert not row.fits
     assert row.candidate is not None

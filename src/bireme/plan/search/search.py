@@ -162,7 +162,7 @@ def _found(
         in_parts = InPartsExplorer(problem, outlines, ledger)
         in_parts.explore(shapes)
         how.append(in_parts.how)
-    if not request.equal_widths_because and not is_overfull:
+    if not request.equal_widths_because and not (shapes and is_overfull):
         unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
         unequal.explore()
         how += [unequal.how] if unequal.how else []
