@@ -226,12 +226,12 @@ def test_a_file_of_another_kind_is_refused(here: Path) -> None:
     for text, sentence in (
         ("model: x", "is neither a configuration of axolotl"),
         ("- a", "is not a table of keys in YAML"),
-        ("a: [", "cannot be read as YAML"),
+        ("a: [", "is not YAML"),
     ):
         path.write_text(text)
         with pytest.raises(BiremeError, match=sentence):
             translated(path)
-    with pytest.raises(BiremeError, match="cannot be read as YAML: No such file"):
+    with pytest.raises(BiremeError, match="cannot be read: No such file"):
         translated(here / "none.yml")
 
 

@@ -129,6 +129,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter still gets the rest
+    if not VERBS:
+        tell("Commands are described in docstrings, which python -OO leaves out. Start Python without it.")
+        sys.exit(2)
     # Torch warns on every start that addresses have no names, and prints C++ frames when a peer hangs up. Its
     # errors still come. Torch reads this when it is imported, in this process and in those that it starts.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -105,7 +105,8 @@ def evaluate(
 
     Options:
         data (SOURCE): Data, as in data.source; by default what the run held out for evaluation.
-        length: Tokens per sample; by default as in training, else the model's context, at most 1,024.
+        length: Tokens per sample; by default as in training, else of the longest row if only answers
+            count, or the model's context, at most 1,024.
         tokenizer (FOLDER|bytes): Tokenizer; by default the model's own.
         batch_size (--batch-size, -B): Samples that run at a time.
         batches (N): Most batches, 0 for all; by default all of --data, and of a run's own data as many as it

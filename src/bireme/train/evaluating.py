@@ -35,7 +35,7 @@ from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
 from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
-from bireme.train.run_data import data_of, tokenizer_name
+from bireme.train.run_data import data_of, tokenizer_name, with_length_of_data
 from bireme.train.run_file import RunFile
 from bireme.train.shared_model import ModelWork, launched, shared_world, use_device
 from bireme.train.subject import (
@@ -332,7 +332,7 @@ def evaluate(
     as in `learns`.
     """
     progress(0.0, "loading the model")
-    job = _job(subject, data, most_batches)
+    job = _job(subject, data, most_batches, progress)
     model = RunModel.of(job.run, max(1, job.run.training.batch_size // subject.num_microbatches))
     held = _found(job, model, progress)
     samples = held.training
@@ -414,7 +414,7 @@ class _Job(ModelWork):
 _JOB = TypeAdapter(_Job)
 
 
-def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
+def _job(subject: Subject, data: str | None, most_batches: int | None, progress: Progress) -> _Job:
     """Which data to take: all that is given, else what the run takes itself of the data that it held out."""
     run, asked = subject.run, subject.run.data
     if data is None and not subject.is_run:
@@ -425,6 +425,7 @@ def _job(subject: Subject, data: str | None, most_batches: int | None) -> _Job:
     if not is_apart:
         other = {"source": data, "mixture": None, "evaluation_source": None, "evaluation_fraction": 0.0}
         run = run.with_keys("data", **other)
+        run = run if subject.is_run else with_length_of_data(run, progress)
     own = asked.evaluation_source or f"the evaluation data of {asked.named}"
     as_in_run = is_apart and most_batches != 0
     return _Job(

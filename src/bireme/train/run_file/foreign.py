@@ -190,9 +190,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise BiremeError(f"{path} is read by PyYAML ({error}); install bireme[hf].") from error
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise BiremeError(f"{path} cannot be read as YAML: {why}.") from error
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BiremeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise BiremeError(f"{path} is not a table of keys in YAML.")
     return found
