@@ -146,11 +146,12 @@ def fit(question: FitQuestion, *, within_s: float) -> Fit:
     planners = [_Planner(replace(question, machines=one)) for one in asked]
     rows = [planner.row() for planner in planners]
     helps, no_help, untried = [], [], []
+    known = list(rows)
     for place in range(len(rows))[::-1]:
-        least = min((_cost(row) for row in rows), default=math.inf)
+        least = min(map(_cost, known))
         if rows[place].candidate is None and planners[place].least_cost() < least:
-            rows[place] = planners[place].offloaded(rows[place], max(_SEARCHED * left_s(), 0.0))
-    row = rows[-1] = _with_devices_left_out(rows)
+            known[place] = planners[place].offloaded(rows[place], max(_SEARCHED * left_s(), 0.0))
+    row = rows[-1] = _with_devices_left_out(known)
     no_help += [_OFFLOADING] if row.candidate is None else []
     planner = planners[-1]
     for words, plan in planner.changed(row):
