@@ -10,7 +10,7 @@ from bireme.errors import BiremeError
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.resume_checks import data_identity, write_identity
-from bireme.train.run_data import completed, counted, data_of, with_length_of_data
+from bireme.train.run_data import completed, counted, data_of, tokenizer_name, with_length_of_data
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.tiny_project import make_project
 
@@ -50,6 +50,14 @@ def test_a_trained_model_without_its_tokenizer_is_refused_and_not_read_as_bytes(
     for more in ("data.tokenizer=bytes", "model.from_scratch=true"):
         run = asked(project, *texts, more)
         assert data_of(run, RunModel.of(run, 1)).tokenizer is not None
+
+
+def test_the_built_in_model_with_weights_reads_bytes(project: Path) -> None:
+    run = asked(
+        project, "model.source=gpt:layers=2,width=8,heads=2,vocab=257,context=16", "model.weights=saved"
+    )
+    run = run.with_keys("data", source=str(project / "data/texts"), length=16)
+    assert tokenizer_name(data_of(run, RunModel.of(run, 1)).tokenizer) == "bytes"
 
 
 @pytest.mark.parametrize(

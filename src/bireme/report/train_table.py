@@ -103,7 +103,8 @@ def _about_learning(learns: Mapping[str, Any]) -> Iterator[str]:
     words += [] if learns["length"] is None else [f"{learns['length']:,} tokens in a sample"]
     words.append(f"loss on {learns['loss_on']}")
     epochs = learns["epochs"]
-    words.append(counted(learns["steps"], "step") + ("" if epochs is None else f" are {epochs:.3g} epochs"))
+    are = "" if epochs is None else f" are {epochs:.3g} epoch{'s' * (epochs != 1)}"
+    words.append(counted(learns["steps"], "step") + are)
     yield "; ".join(words)
     whole, part = learns["num_parameters"], learns["num_learning_parameters"]
     share = "all of which learn" if part == whole else f"of which {part:,} learn ({part / whole:.2%})"

@@ -379,7 +379,7 @@ def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokeni
     is_bytes = request.tokenizer == "bytes" or (request.tokenizer == "auto" and not model_has_one)
     if is_bytes and not holds_text:
         return None
-    if is_bytes and request.tokenizer == "auto" and model.is_trained:
+    if is_bytes and request.tokenizer == "auto" and model.is_trained and model.folder is not None:
         raise BiremeError(
             f"The folder {model.folder} has weights and no tokenizer, so its model would read bytes, which "
             "it has not learned. Put the tokenizer's files there, or name its folder in data.tokenizer; "
