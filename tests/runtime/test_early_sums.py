@@ -89,6 +89,11 @@ def test_later_layers_are_summed_while_the_backward_makes_the_gradients_of_other
     # Only lines add up while another bucket is waited for, so two members of dense sums cannot show it.
     early = waits_for_the_first_bucket if num > 2 or codec != "none" else lambda batch: batch.come(["last"])
     of_ranks = on_threads(num, lambda group: _summed(group, codec, early))
+    # The others send all their messages before this one has its second bucket.
+    alone = on_threads(
+        num, lambda group: _summed(group, codec, early if group.rank == 0 else lambda _batch: None)
+    )
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(alone, of_ranks, strict=True))
     late = on_threads(num, lambda group: _summed(group, codec, lambda _batch: None))
     for (flat, held), (expected, _) in zip(of_ranks, late, strict=True):
         assert torch.equal(flat, expected)

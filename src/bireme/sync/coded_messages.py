@@ -204,6 +204,8 @@ class Messages:
         self._group, self._coder, self._factors, self._sent = group, coder, factors, sent
         self._to_all, self._of_sums = to_all, of_sums
         self._parts: deque[_UnderWay] = deque()
+        self._num_added = 0
+        """Of the first parts: they are added up already."""
         self._sums: deque[_UnderWay] = deque()
         self._bundles: list[Piece] = []
         # To get new memory, page by page, takes longer than to decode into it.
@@ -215,21 +217,26 @@ class Messages:
         waiting = [deque(own) for own in pieces]
         while any(waiting):
             if len(self._parts) > NUM_IN_FLIGHT:
-                self._add_up(self._parts.popleft())
+                self._end_part()
             self._parts.append(self._begin([_next(own, most_bytes) for own in waiting]))
 
     def go_on(self) -> bool:
-        """Do the next of what can be done with messages that have come; whether there was anything."""
-        for some, take in ((self._parts, self._add_up), (self._sums, self._take_sums)):
-            if some and some[0].pending.is_done():
-                take(some.popleft())
-                return True
+        """Do the next of what can be done with messages that have come; whether there was anything. It sends
+        none: all members send theirs in one order, whenever those of others come.
+        """
+        if self._num_added < len(self._parts) and self._parts[self._num_added].pending.is_done():
+            self._add_up(self._parts[self._num_added])
+            self._num_added += 1
+            return True
+        if self._sums and self._sums[0].pending.is_done():
+            self._take_sums(self._sums.popleft())
+            return True
         return False
 
     def finish(self) -> None:
         """Wait for all sums."""
         while self._parts:
-            self._add_up(self._parts.popleft())
+            self._end_part()
         while self._sums:
             self._take_sums(self._sums.popleft())
         for one in self._bundles:
@@ -319,6 +326,14 @@ class Messages:
                     total.add_(part)
             if not is_free:
                 one.target.copy_(total)
+
+    def _end_part(self) -> None:
+        """Add the first part up, if it is not, and begin to send its sums."""
+        some = self._parts.popleft()
+        if self._num_added:
+            self._num_added -= 1
+        else:
+            self._add_up(some)
         if self._of_sums is not None:
             if len(self._sums) > NUM_IN_FLIGHT:
                 self._take_sums(self._sums.popleft())
