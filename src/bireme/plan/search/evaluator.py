@@ -21,6 +21,7 @@ from bireme.codec.sum_description import SumCost, SumKind
 from bireme.plan.codec_costs import sum_coding_s
 from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
+from bireme.plan.plan_request import Goal
 from bireme.plan.search.contention import (
     HopBytes,
     ReplicaNetworks,
@@ -168,7 +169,9 @@ class PlanEvaluator:
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=outline.penalty(problem, draft.lookahead) * codec_penalty,
+            penalty=outline.penalty(problem, draft.lookahead)
+            * codec_penalty
+            * self._warmup(draft, floor, batch_s),
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
             stages=self._works.forecasts(draft, seen, timelines, self._speeds(draft)) if has_memory else (),
@@ -487,8 +490,21 @@ class PlanEvaluator:
         for stage, rank in enumerate(outline.rank_of_stage):
             num_coders = 0 if codec.kind is SumKind.DENSE else draft.widths[stage]
             last = bucket_bytes(of_ranks[rank], num_coders)
-            found.append(max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
+            # Coded sums of parts are sent when all parts are.
+            most = 0.5 if codec.is_cut(draft.widths[stage]) else 1.0
+            found.append(most * max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
         return tuple(found)
+
+    def _warmup(self, draft: Draft, floor: LowerBound, batch_s: float) -> float:
+        """How many times its seconds a batch takes in the mean of a run: in the delay warm-up each waits for
+        the sums of its own gradients.
+        """
+        problem, request = self._problem, self._problem.request
+        if draft.rule is Rule.SYNCHRONOUS or request.goal is Goal.THROUGHPUT or request.rounds is not None:
+            return 1.0
+        sums_s = rings_s(problem, self._sums(draft)) + max(self._coding_s(draft))
+        late_s = max(floor.device_s.values()) + sums_s - batch_s
+        return 1.0 + request.delay_warmup_share * max(late_s, 0.0) / batch_s
 
     def _codes_beside(self, draft: Draft) -> bool:
         """Whether sums are coded on cores that compute the next batch: updates are delayed, and processors
