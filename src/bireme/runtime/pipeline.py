@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from bireme.balance import Shares
 from bireme.capabilities import refuse_excluded
 from bireme.codec.description import NO_CODECS
-from bireme.codec.sum_description import DENSE
 from bireme.devices import check_supported
 from bireme.errors import BiremeError
 from bireme.model.capture import Inputs, Loss
@@ -56,8 +55,9 @@ from bireme.runtime.layout import (
 from bireme.runtime.message_format import Boundaries, checked, received_by
 from bireme.runtime.microbatches import Batch, Cutter, Feed
 from bireme.runtime.paging.rank_paging import TierMoves
+from bireme.runtime.reducers import reducer_of, replicas_of
 from bireme.runtime.settings import PipelineSettings, named_optimizer
-from bireme.runtime.shared_weights import Sharers, sharers_of
+from bireme.runtime.shared_weights import sharers_of
 from bireme.runtime.snapshot import (
     Snapshot,
     feedback_sections,
@@ -68,16 +68,14 @@ from bireme.runtime.snapshot import (
     threshold_sections,
 )
 from bireme.runtime.stage import Batches, Stage
-from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages, Transport
+from bireme.runtime.stage_messages import BoundaryTraffic, StageMessages
 from bireme.runtime.stepper import OptimizerFactory
 from bireme.runtime.updates import BatchResult, Updates, UpdateSettings, own_limits, result_of
 from bireme.runtime.world import World
 from bireme.schedule.program import Rule
-from bireme.sync.coded import GradientSummation
 from bireme.sync.coordinator.messages import Window
 from bireme.sync.exchange import SentBytes
-from bireme.sync.group import DirectSums, Group, SingleRankGroup
-from bireme.sync.reducer import GroupReducer, Reducer
+from bireme.sync.reducer import GroupReducer
 from bireme.timeline.timeline import Timeline
 
 # What a rank takes of each batch: its cutter, from the graph, the plan and the rank's place in it.
@@ -109,89 +107,6 @@ def _cutter_of(
         own=plan.source.routes.microbatches_of(layout.pipeline_rank, num_microbatches),
         first_piece=0 if agreement is None else agreement.agent.own.replica * plan.width * num_microbatches,
     )
-
-
-# Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks.
-
-
-def _reducer_of(
-    fabric: Fabric,
-    layout: Layout,
-    transport: Transport,
-    settings: PipelineSettings,
-    sharers: Sharers | None,
-    *,
-    overlaps: bool,
-) -> Reducer:
-    """What sums up this rank's batches. All ranks call it, and each finds the same kind.
-
-    Sums over replicas go through the codec of the settings. Where these are `sharers` of the optimizer, they
-    are joined, and each replica gets the sums of its own parts. With an agreement they are a site, whose sums
-    with others go through the codec. If the program `overlaps` its sums with its last backwards, so do sums
-    of whole gradients between processors.
-    """
-    device, codec, agreement = torch.device(settings.device), settings.codec, settings.agreement
-    quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None
-    if quick is not None and agreement is None:
-        return GroupReducer(quick, counted=layout.counted, in_background=False)
-    replicas = _replicas(fabric, layout)
-    of_group = DENSE if not layout.is_summed or agreement is not None else codec
-    how = GradientSummation(of_group, in_parts=sharers is not None)
-    if sharers is not None:
-        # In other groups, for other threads.
-        gathers = _replicas(fabric, layout)
-        sums = _replicas(fabric, layout) if sharers.gathers else None
-        sharers.join(gathers, sums, device, how)
-    everyone = fabric.group(range(fabric.size)) if quick is None and fabric.size > 1 else SingleRankGroup()
-    assert everyone is not None, "every rank is one of all"
-    control = quick or DirectSums(everyone)
-    # Every rank makes all groups, in the same order, and keeps its own.
-    of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
-    tied: dict[str, Group] = {
-        name: group for name, ranks in layout.tied.items() if (group := of_ranks[ranks]) is not None
-    }
-    if sharers is not None:
-        # A rank's stages cut what they share at other places each, so all of it is summed on all replicas.
-        tied |= {name: replicas for name in layout.repeated if name not in tied}
-    at = None if device.type == "cpu" else device
-    if agreement is None:
-        overlaps = overlaps and replicas.size > 1 and sharers is None and not layout.repeated
-        return GroupReducer(
-            control,
-            replicas=replicas,
-            tied=tied,
-            counted=layout.counted,
-            device=at,
-            sums=how,
-            overlaps=overlaps and _are_processors(replicas, device),
-        )
-    return RoundReducer(
-        control,
-        agreement.agent,
-        num_replicas=agreement.num_replicas,
-        speaks=layout.rank == 0,
-        device=at,
-        counted=layout.counted,
-        tied=tied,
-        codec=codec,
-        site=None if sharers is None else replicas,
-    )
-
-
-def _are_processors(replicas: Group, device: torch.device) -> bool:
-    """Whether all replicas compute on processors. They may differ, and must cut their sums alike."""
-    count = torch.full((1,), float(device.type == "cpu"), device=device)
-    replicas.all_reduce(count).wait()
-    return int(count) == replicas.size
-
-
-def _replicas(fabric: Fabric, layout: Layout) -> Group:
-    replicas: Group = SingleRankGroup()
-    for ranks in layout.alike:
-        made = fabric.group(ranks) if len(ranks) > 1 else None
-        if made is not None and layout.rank in ranks:
-            replicas = made
-    return replicas
 
 
 class Pipeline:
@@ -297,9 +212,9 @@ class Pipeline:
         self._fabric = fabric
         self._sharers = sharers or averagers
         overlaps = self._paging is None and source.settled().rule is Rule.SYNCHRONOUS
-        self._reducer = _reducer_of(fabric, self.layout, transport, settings, sharers, overlaps=overlaps)
+        self._reducer = reducer_of(fabric, self.layout, transport, settings, sharers, overlaps=overlaps)
         if averagers is not None:
-            averagers.join(_replicas(fabric, self.layout), None, self.device)
+            averagers.join(replicas_of(fabric, self.layout), None, self.device)
         self._spare = fabric.everyone()
         if settings.reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
             weighs = self.plan.num_stages - 1 in self.stages

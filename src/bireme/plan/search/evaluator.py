@@ -17,13 +17,9 @@ from math import ceil
 from operator import itemgetter
 
 from bireme.cluster.device import Speeds
-from bireme.codec.sum_description import SumCost, SumKind
-from bireme.plan.codec_costs import sum_coding_s
 from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
-from bireme.plan.plan_request import Goal
 from bireme.plan.search.contention import (
-    HopBytes,
     ReplicaNetworks,
     busiest_lane,
     cores_needed,
@@ -32,18 +28,16 @@ from bireme.plan.search.contention import (
 )
 from bireme.plan.search.draft import Draft, LowerBound, without_collection
 from bireme.plan.search.draft_paging import (
-    Tied,
     TiedGradients,
     busiest_wire,
     exchanged_bytes,
     paging_of,
-    reduce_share,
-    sync_bytes,
     tied_rings,
     tier_forecasts,
     tier_links_of,
     tiers_waited_for,
 )
+from bireme.plan.search.draft_sums import DraftSums
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
 from bireme.plan.search.works import ReplicaWorks, assumptions, flows, least_path_s
@@ -55,7 +49,6 @@ from bireme.simulate.costs import Costs
 from bireme.simulate.links import cluster_network
 from bireme.simulate.network import Network, Processors
 from bireme.simulate.simulator import Until, simulate
-from bireme.sync.slices import bucket_bytes
 from bireme.timeline.timeline import Timeline, settled_batch_s
 
 MOST_INSTRUCTIONS = 20_000
@@ -70,12 +63,6 @@ _ALL_THE_TIME = 1e-6
 SETTLING = 24
 """Batches within which batches that overlap come to take equally long, if the usual window is too short."""
 
-_ROUND_TRIPS = 2.5
-"""Of a round on the slowest way, besides its sum: to the coordinator that grants it and back, to the other
-members with the numbers that go along, to the coordinator that commits it and back. The ranks of a replica
-then agree on the batch as without rounds (`Network.agree_s`).
-"""
-
 
 class PlanEvaluator:
     """Evaluates draft plans."""
@@ -84,6 +71,7 @@ class PlanEvaluator:
         self._problem = problem
         self._tied = TiedGradients(problem.profile)
         self._works = ReplicaWorks(problem, self._tied)
+        self._sums = DraftSums(problem, self._works, self._tied)
         self._last_floor: tuple[Draft, LowerBound] | None = None
         self.num_instructions = 0
 
@@ -122,7 +110,7 @@ class PlanEvaluator:
             return least_s
         if outline.stage_widths:
             costs = self._works.of(draft, outline.sizes[0]).costs
-            return max(least_s, least_path_s(self._problem, draft, costs, self._sums(draft)))
+            return max(least_s, least_path_s(self._problem, draft, costs, self._sums.rings(draft)))
         m = outline.num_microbatches
         for replica, work in enumerate(self._works.of_replicas(draft)):
             before_s = all_s = 0.0
@@ -161,7 +149,7 @@ class PlanEvaluator:
         if shortened is not None:
             batch_s += self._more_s(draft, *shortened, batch_s)
         batch_s = floor.seconds if busy else batch_s
-        batch_s = max(batch_s + self._waits_s(draft, batch_s), floor.seconds)
+        batch_s = max(batch_s + self._sums.waits_s(draft, batch_s), floor.seconds)
         codecs = problem.codecs(outline.rank_of_stage, draft.codecs)
         codec_penalty = problem.request.codec_penalty(
             codecs, problem.profile.optimizer, outline.most_replicas
@@ -171,7 +159,7 @@ class PlanEvaluator:
             samples_per_s=outline.batch_size / batch_s,
             penalty=outline.penalty(problem, draft.lookahead)
             * codec_penalty
-            * self._warmup(draft, floor, batch_s),
+            * self._sums.warmup(draft, floor, batch_s),
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
             stages=self._works.forecasts(draft, seen, timelines, self._speeds(draft)) if has_memory else (),
@@ -267,11 +255,11 @@ class PlanEvaluator:
             return 0
         if outline.stage_widths:
             pace_s = floor.seconds / outline.num_microbatches
-            end_s = _SLOWED * rings_s(self._problem, self._sums(draft))
+            end_s = _SLOWED * rings_s(self._problem, self._sums.rings(draft))
         else:
             one = self._floor(replace(draft, outline=replace(outline, num_microbatches=1)))
             pace_s = (floor.seconds - one.seconds) / (outline.num_microbatches - 1)
-            end_s = _SLOWED * one.seconds + sum(self._syncs(draft)[0])
+            end_s = _SLOWED * one.seconds + sum(self._sums.of_stages(draft)[0])
         return ceil(min(end_s / pace_s, outline.num_microbatches)) if pace_s else outline.num_microbatches
 
     def _more_s(self, draft: Draft, short: Draft, longer: Draft, longer_s: float) -> float:
@@ -290,8 +278,8 @@ class PlanEvaluator:
         if request.num_sharers(draft.outline.width) == 1:
             return tuple(tier_forecasts(slowest, ()))
         costs = self._works.of(draft, draft.outline.sizes[0]).costs
-        between = self._of_ranks(draft, self._round_bytes(draft))
-        rings = tied_rings(self._problem, draft, self._tied_of(draft)) if draft.whole_weights else ()
+        between = self._sums.of_ranks(draft, self._sums.round_bytes(draft))
+        rings = tied_rings(self._problem, draft, self._sums.tied_of(draft)) if draft.whole_weights else ()
         return tuple(tier_forecasts(slowest, exchanged_bytes(costs, request, draft), rings, between))
 
     def paging(self, draft: Draft, *, host_updates: bool) -> Paging | None:
@@ -300,7 +288,7 @@ class PlanEvaluator:
         costs = self._works.of(draft, max(outline.sizes)).costs
         # Replicas that share weights have summed their parts before a batch ends, but sites may sum these.
         sums_at_the_end = outline.width > 1 and (not draft.whole_weights or outline.sites > 1)
-        is_summed = bool(self._tied_of(draft)) or sums_at_the_end
+        is_summed = bool(self._sums.tied_of(draft)) or sums_at_the_end
         return paging_of(self._problem, draft, costs, host_updates=host_updates, is_summed=is_summed)
 
     def least_kept_bytes(self, draft: Draft) -> list[float]:
@@ -405,10 +393,10 @@ class PlanEvaluator:
         tier_links: Sequence[TierLinks] | None = None,
     ) -> Timeline:
         speeds = [self._speeds(draft)[device] for device in devices]
-        sync_s, reduce_bytes = self._syncs(draft)
+        sync_s, reduce_bytes = self._sums.of_stages(draft)
         busy_s = costs.reduce_busy_s or (0.0,) * costs.num_stages
-        if self._codes_beside(draft):
-            coding_s = self._coding_s(draft, is_slowest=False)
+        if self._sums.codes_beside(draft):
+            coding_s = self._sums.coding_s(draft, is_slowest=False)
             share = draft.share_of_sums
             busy_s = tuple(one + share * more for one, more in zip(busy_s, coding_s, strict=True))
         costs = replace(
@@ -416,7 +404,7 @@ class PlanEvaluator:
             reduce_busy_s=busy_s,
             reduce_s=sync_s,
             reduce_bytes=reduce_bytes,
-            early_share=self._early_share(draft),
+            early_share=self._sums.early_share(draft),
             rank_speed=tuple(one.compute for one in speeds),
             update_speed=tuple(one.memory for one in speeds),
             host_speed=tuple(one.host for one in speeds),
@@ -444,127 +432,12 @@ class PlanEvaluator:
         problem = self._problem
         return problem.usual_resource_speeds if draft.outline.stage_widths else problem.resource_speeds
 
-    def _tied_of(self, draft: Draft) -> list[Tied]:
-        """The parameters that several stages of a draft use."""
-        return self._tied.between(draft.stages(len(self._problem.profile.units)))
-
-    def _syncs(self, draft: Draft) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The seconds in which each stage's gradients are encoded and decoded, its tied parameters are summed
-        and sites sum with each other, and the bytes of its other gradients.
-        """
-        sync_s = self._coding_s(draft)
-        if self._codes_beside(draft):
-            sync_s = [0.0] * len(sync_s)
-        request, rank_of_stage = self._problem.request, draft.outline.rank_of_stage
-        if request.rounds is not None and not request.rounds.averages:
-            round_s = self._round_s(draft)
-            for stage, rank in enumerate(rank_of_stage):  # those of a rank follow one another
-                sync_s[stage] += round_s / rank_of_stage.count(rank)
-        reduced = list(self._reduce_bytes(draft, before_update=True))
-        for one in tied_rings(self._problem, draft, self._tied_of(draft)):
-            for stage in one.stages:
-                own_bytes = reduce_share(request, draft.widths[stage]) * one.num_bytes
-                sync_s[stage] += one.seconds
-                reduced[stage] = max(reduced[stage] - own_bytes, 0.0)
-        share = draft.share_of_sums
-        return tuple(share * one for one in sync_s), tuple(share * one for one in reduced)
-
-    def _early_share(self, draft: Draft) -> tuple[float, ...]:
-        """The share of each stage's sum whose bytes can cross during the last backward of a batch. Seconds of
-        codecs are not hidden there: they would be taken from the backward on a device of one core.
-        """
-        problem, request, outline = self._problem, self._problem.request, draft.outline
-        codec, devices = request.sums_within.codec, problem.cluster.devices()
-        if (
-            draft.rule is not Rule.SYNCHRONOUS
-            or draft.paging is not None
-            or request.rounds is not None
-            or request.num_sharers(outline.width) > 1
-            or codec.kind not in (SumKind.DENSE, SumKind.BITS)
-            or any(devices[device].device.kind != "cpu" for row in draft.grid for device in row)
-        ):
-            return ()
-        summed = self._works.of(draft, outline.sizes[0]).costs.gradient_bytes
-        of_ranks = self._of_ranks(draft, summed)
-        found = []
-        for stage, rank in enumerate(outline.rank_of_stage):
-            num_coders = 0 if codec.kind is SumKind.DENSE else draft.widths[stage]
-            last = bucket_bytes(of_ranks[rank], num_coders)
-            # Coded sums of parts are sent when all parts are.
-            most = 0.5 if codec.is_cut(draft.widths[stage]) else 1.0
-            found.append(most * max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
-        return tuple(found)
-
-    def _warmup(self, draft: Draft, floor: LowerBound, batch_s: float) -> float:
-        """How many times its seconds a batch takes in the mean of a run: in the delay warm-up each waits for
-        the sums of its own gradients.
-        """
-        problem, request = self._problem, self._problem.request
-        if draft.rule is Rule.SYNCHRONOUS or request.goal is Goal.THROUGHPUT or request.rounds is not None:
-            return 1.0
-        sums_s = rings_s(problem, self._sums(draft)) + max(self._coding_s(draft))
-        late_s = max(floor.device_s.values()) + sums_s - batch_s
-        return 1.0 + request.delay_warmup_share * max(late_s, 0.0) / batch_s
-
-    def _codes_beside(self, draft: Draft) -> bool:
-        """Whether sums are coded on cores that compute the next batch: updates are delayed, and processors
-        have no core to spare.
-        """
-        problem = self._problem
-        threads: defaultdict[int, int] = defaultdict(int)
-        for device in (device for row in draft.grid for device in row):
-            threads[problem.servers[device]] += problem.threads[device]
-        servers = problem.cluster.servers
-        is_full = all(count > 0 and servers[one].num_cores <= count for one, count in threads.items())
-        return draft.rule is not Rule.SYNCHRONOUS and is_full
-
-    def _coding_s(self, draft: Draft, *, is_slowest: bool = True) -> list[float]:
-        """The seconds of the codec of sums within a site, by stage: on the slowest of its devices, or on one
-        of speed 1.
-        """
-        request, width = self._problem.request, self._problem.request.site_width(draft.outline.width)
-        if width == 1:
-            return [0.0] * draft.outline.num_stages
-        # Who gets parts decodes a part of each message, which together are one.
-        num_decoded = 1 if request.num_sharers(draft.outline.width) > 1 else width
-        sums = request.sums_within
-        return self._coded_s(draft, sums, num_decoded=num_decoded, is_slowest=is_slowest)
-
-    def _coded_s(
-        self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0, is_slowest: bool = True
-    ) -> list[float]:
-        """The seconds to encode this share of each stage's gradients, and to decode so many messages."""
-        problem, outline = self._problem, draft.outline
-        costs = self._works.of(draft, outline.sizes[0]).costs
-        found = []
-        for stage, units in enumerate(draft.stages(len(problem.profile.units))):
-            apart = sum(one.found_bytes for one in sums.gathered[slice(*units)])
-            num_bytes = share * (costs.gradient_bytes[stage] - apart)
-            coding_s = sum_coding_s(sums, num_bytes, num_decoded, problem.profile.codecs)
-            row = draft.grid[outline.rank_of_stage[stage]]
-            found.append(coding_s / min(problem.speeds[device] for device in row) if is_slowest else coding_s)
-        return found
-
-    def _reduce_bytes(self, draft: Draft, *, before_update: bool = False) -> tuple[float, ...]:
-        """What a ring moves over each of its hops, per stage."""
-        costs, units = self._works.of(draft, draft.outline.sizes[0]).costs, len(self._problem.profile.units)
-        return sync_bytes(costs, self._problem.request, draft, units, before_update=before_update)
-
-    def _sums(self, draft: Draft) -> list[HopBytes]:
-        """The rings in which sites sum the gradients of a batch."""
-        reduced = self._of_ranks(draft, self._reduce_bytes(draft))
-        return [
-            HopBytes(row[site], draft.share_of_sums * num_bytes)
-            for row, num_bytes in zip(draft.grid, reduced, strict=True)
-            for site in draft.sites(self._problem.request)
-        ]
-
     def busiest_lane(self, draft: Draft) -> tuple[str, float]:
         """The lane that needs longest for the bytes of a batch, and how long that is."""
         of_size = {size: self._works.of(draft, size).costs for size in set(draft.outline.sizes)}
-        sums = self._sums(draft)
+        sums = self._sums.rings(draft)
         if self._problem.request.rounds is not None:
-            sums += self._rounds(draft, self._round_bytes(draft))
+            sums += self._sums.rounds(draft, self._sums.round_bytes(draft))
         return busiest_lane(self._problem, flows(draft, of_size), sums)
 
     def _networks(self, draft: Draft) -> ReplicaNetworks:
@@ -581,61 +454,6 @@ class PlanEvaluator:
         problem, sites = self._problem, draft.sites(self._problem.request)
         most_overlap = problem.most_overlap(outline.schedule)
         return ReplicaNetworks(problem, draft.grid, outline.sizes, message_bytes, sites, most_overlap)
-
-    # Rounds: what sites send each other in addition, or replicas that average weights.
-
-    def _round_bytes(self, draft: Draft) -> list[float]:
-        """What each replica sends of every stage in rounds, in the mean over batches."""
-        request = self._problem.request
-        share = request.round_share(draft.outline.width)
-        if request.rounds is None or not share:
-            return [0.0] * draft.outline.num_stages
-        costs = self._works.of(draft, draft.outline.sizes[0]).costs
-        found = [share / request.rounds.every * one for one in costs.gradient_bytes]
-        if not request.rounds.averages:  # of tied gradients each replica sends all it has
-            more = share * (request.site_width(draft.outline.width) - 1)
-            for tied in self._tied_of(draft):
-                for stage in tied.stages:
-                    found[stage] += more * tied.num_bytes
-        return found
-
-    def _of_ranks(self, draft: Draft, of_stages: Sequence[float]) -> list[float]:
-        found = [0.0] * draft.outline.num_ranks
-        for rank, num_bytes in zip(draft.outline.rank_of_stage, of_stages, strict=True):
-            found[rank] += num_bytes
-        return found
-
-    def _rounds(self, draft: Draft, of_stages: Sequence[float]) -> list[HopBytes]:
-        """The rings of all ranks, each with its like in the other sites, in which so much is sent."""
-        width = self._problem.request.site_width(draft.outline.width)
-        return [
-            HopBytes(row[member::width], num_bytes)
-            for row, num_bytes in zip(draft.grid, self._of_ranks(draft, of_stages), strict=True)
-            for member in range(width)
-        ]
-
-    def _round_s(self, draft: Draft) -> float:
-        """How long a round takes in which all ranks send what they have of a fragment."""
-        problem, width = self._problem, draft.outline.width
-        request = problem.request
-        if request.rounds is None or width == 1:
-            return 0.0
-        often = request.rounds.every / request.rounds.fragments
-        share, num_sites = request.coded_share(width), request.num_sites(width)
-        rounds = self._rounds(draft, [often * one for one in self._round_bytes(draft)])
-        trip_s = problem.round_trip_s(frozenset(device for row in draft.grid for device in row))
-        coding_s = self._of_ranks(
-            draft, self._coded_s(draft, request.sums, num_decoded=num_sites, share=share)
-        )
-        return rings_s(problem, rounds, in_round=True) + max(coding_s) + _ROUND_TRIPS * trip_s
-
-    def _waits_s(self, draft: Draft, batch_s: float) -> float:
-        """For how long replicas that average weights wait for rounds, in the mean over batches."""
-        rounds = self._problem.request.rounds
-        if rounds is None or not rounds.averages:
-            return 0.0
-        hidden_s = (rounds.lag + (draft.rule is not Rule.SYNCHRONOUS)) * batch_s
-        return rounds.fragments / rounds.every * max(self._round_s(draft) - hidden_s, 0.0)
 
 
 def _never(_ends: Sequence[float]) -> bool:

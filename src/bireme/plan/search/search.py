@@ -148,7 +148,8 @@ def _found(
         raise BiremeError(homeless)
     ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: ExhaustiveExplorer | HeuristicExplorer
-    is_overfull = problem.is_overfull
+    # The partition names what is missing, but knows no plans of several stages on a rank.
+    is_overfull = problem.is_overfull and any(shape.stages_per_rank == 1 for shape in shapes)
     is_exhaustive, how = is_overfull, []
     if shapes and not is_overfull:
         is_exhaustive = not is_tight and few_enough(problem)
@@ -162,7 +163,7 @@ def _found(
         in_parts = InPartsExplorer(problem, outlines, ledger)
         in_parts.explore(shapes)
         how.append(in_parts.how)
-    if not request.equal_widths_because and not (shapes and is_overfull):
+    if not request.equal_widths_because and not is_overfull:
         unequal = UnequalExplorer(problem, outlines, ledger, is_brief=is_brief)
         unequal.explore()
         how += [unequal.how] if unequal.how else []
