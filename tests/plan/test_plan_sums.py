@@ -20,6 +20,7 @@ from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
 from bireme.report.plan_table import print_plan
+from bireme.schedule.program import Rule
 from bireme.train.choices import rounds_of, sums_of_profile
 from bireme.train.plan_search import plan_request_of
 from bireme.train.run_file import RunFile
@@ -105,6 +106,16 @@ def test_the_steps_of_a_codec_count_where_there_are_sums_and_loss_matters() -> N
     assert request.sum_penalty(1, "adamw") == 1
     assert request.sum_penalty(2, "muon") == STUDIED_SUMS["muon"]["lowrank:4"].steps
     assert replace(request, goal=Goal.THROUGHPUT).sum_penalty(2, "adamw") == 1
+
+
+def test_a_batch_of_the_delay_warm_up_waits_for_its_sums() -> None:
+    found, request = forecast("none", "2bw-fresh"), PlanRequest(batch_size=8, sums=cost("none"))
+    without = request.penalty(Rule.FRESH, tiny_profile().optimizer, 1, 4, width=2)
+    sums_s = sum(unit.gradient_bytes for unit in tiny_profile().units) / SLOW
+    late_s = found.stages[0].busy_s + sums_s - found.batch_s
+    assert late_s > 0
+    warmup = 1 + request.delay_warmup_share * late_s / found.batch_s
+    assert found.penalty == pytest.approx(without * warmup, rel=0.01)
 
 
 def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind() -> None:

@@ -134,7 +134,8 @@ def test_steps_of_delayed_updates_and_of_both_kinds_of_codecs_multiply() -> None
         if one.plan.source.rule is Rule.FRESH and one.plan.sum_codec == "int2"
     ]
     rule = WIDE.penalty(Rule.FRESH, "adamw", 1, best.plan.num_microbatches, width=2)
-    assert best.forecast.penalty == pytest.approx(rule * best.forecast.sum_penalty)
+    warmup = best.forecast.penalty / (rule * best.forecast.sum_penalty)
+    assert 1.0 < warmup <= 1 + WIDE.delay_warmup_share  # at most as long again: compute, then sums
     both = found(1e6, replace(DEEP, width=2, batch_size=8, sync_choices=(SUMS[0], SUMS[3])))
     (one,) = [way for way in both.ways if (way.codecs, way.sum_codec) == ("int8", "int2")]
     assert one.candidate is not None

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from bireme.codec.sum_description import SumCost, SumKind
 from bireme.plan.codec_costs import sum_coding_s
+from bireme.plan.plan_request import Goal
 from bireme.plan.search.contention import HopBytes, rings_s
-from bireme.plan.search.draft import Draft
+from bireme.plan.search.draft import Draft, LowerBound
 from bireme.plan.search.draft_paging import Tied, TiedGradients, reduce_share, sync_bytes, tied_rings
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.works import ReplicaWorks
@@ -76,6 +77,18 @@ class DraftSums:
             most = 0.5 if codec.is_cut(draft.widths[stage]) else 1.0
             found.append(most * max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
         return tuple(found)
+
+    def warmup(self, draft: Draft, floor: LowerBound, batch_s: float) -> float:
+        """How many times its seconds a batch of a single stage takes in the mean of a run: in the delay
+        warm-up each waits for the sums of its own gradients. Deeper pipelines count their bubble there.
+        """
+        request, is_single = self._problem.request, draft.outline.num_stages == 1
+        is_hidden = is_single and draft.rule is not Rule.SYNCHRONOUS and request.rounds is None
+        if not is_hidden or request.goal is Goal.THROUGHPUT:
+            return 1.0
+        sums_s = rings_s(self._problem, self.rings(draft)) + max(self.coding_s(draft))
+        late_s = max(floor.device_s.values()) + sums_s - batch_s
+        return 1.0 + request.delay_warmup_share * max(late_s, 0.0) / batch_s
 
     def codes_beside(self, draft: Draft) -> bool:
         """Whether sums are coded on cores that compute the next batch: updates are delayed, and processors

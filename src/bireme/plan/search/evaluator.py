@@ -157,7 +157,9 @@ class PlanEvaluator:
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=outline.penalty(problem, draft.lookahead) * codec_penalty,
+            penalty=outline.penalty(problem, draft.lookahead)
+            * codec_penalty
+            * self._sums.warmup(draft, floor, batch_s),
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
             stages=self._works.forecasts(draft, seen, timelines, self._speeds(draft)) if has_memory else (),
