@@ -76,7 +76,7 @@ class _Machines:
         texts = folder / "texts"
         texts.mkdir()
         (texts / "numbers.py").write_text(
-            "".join(f"def add_{n}(value):\n    return {n}\n" for n in range(900))
+            "".join(f"def add_{n}(value):\n    return {n}\n" for n in range(900 + 6 * batch))
         )
         numbers = {"layers": layers, "batch": batch, "saves": 20 if num == 3 else 5}
         self._run = folder / "run.toml"
