@@ -87,6 +87,13 @@ def start_process(
     return start(name, function, arguments, output)
 
 
+def has_server() -> bool:
+    """Whether there is a server already that can make a copy."""
+    if _server is None:
+        return inherited() is not None
+    return _server.owner_pid == os.getpid() and _server.is_of_use
+
+
 def preload(*modules: str) -> None:
     """Have the server import these modules, for all processes that it will start, without waiting for it."""
     if CAN_FORK:

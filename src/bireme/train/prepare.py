@@ -3,19 +3,22 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from bireme.capabilities import refuse_excluded, used_by
 from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash, read_cluster, save_cluster
-from bireme.cluster.machine import available_bytes
+from bireme.cluster.machine import available_bytes, num_cores
 from bireme.errors import BiremeError, Progress, Tell
 from bireme.model.capture import in_evaluation
 from bireme.model.graph import Graph
@@ -36,7 +39,7 @@ from bireme.plan.plan_file import (
 from bireme.profile.profile import Profile, load_profile, save_profile
 from bireme.report.plan_document import apart_note, saved_plan_document, sync_document
 from bireme.runtime.layout import layout_of, used_by_plan
-from bireme.runtime.processes import Process, start_process
+from bireme.runtime.processes import Process, has_server, start_process
 from bireme.train.captured_run import CapturedRun, micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import RECORD
@@ -104,11 +107,60 @@ def _check_samples(data: RunData, graph: Graph) -> None:
             check_sizes(one, graph.inputs, what, is_text=data.is_text)
 
 
-def _in_evaluation(model: RunModel, graph: Graph, batch: int) -> Graph:
-    """The graph of a model in evaluation mode, from that in training mode if they are the same program."""
-    dropouts = None if model.evaluation.knows(batch) else model.dropouts()
-    found = None if dropouts is None else in_evaluation(graph, dropouts)
-    return found or model.evaluation.graph(batch)
+# The model of a run captured for evaluation, while the process that prepares the run does other work.
+#
+# Most models are the same program in training and in evaluation, and are captured once. The two captures of
+# others take as long as each other and need nothing of each other: a copy of this process makes one of them,
+# where the copy has a core. That is for the first model of a process: what torch prepares at its first
+# capture the copy prepares too, and later captures here need it no more.
+
+_LEAST_CORES = 2
+"""With one the two captures would only take turns."""
+
+_earlier = count()
+"""How often this process has come to capture a model."""
+
+
+@contextmanager
+def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Callable[[Graph], Graph]]:
+    """Begin to capture the model in evaluation mode for `batch` samples, if it is another program then.
+
+    Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
+    inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
+    """
+    if model.evaluation.knows(batch):
+        yield lambda graph: model.evaluation.graph(batch)
+        return
+    dropouts = model.dropouts()
+    if dropouts is not None:
+        yield lambda graph: in_evaluation(graph, dropouts) or model.evaluation.graph(batch)
+        return
+    if next(_earlier) or not has_server() or num_cores() < _LEAST_CORES:
+        yield lambda graph: model.evaluation.graph(batch)
+        return
+    process, talk = start_process("bireme capture", _capture, model.run, largest, batch)
+
+    def found(graph: Graph) -> Graph:
+        try:
+            captured: Graph | None = talk.recv()
+        except (EOFError, OSError):
+            captured = None
+        return captured or model.evaluation.graph(batch)
+
+    with talk:
+        try:
+            yield found
+        finally:
+            process.close()
+
+
+def _capture(talk: Connection, run: RunFile, largest: int, batch: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        found = RunModel.of(run, largest).evaluation.graph(batch)
+    except Exception:  # the process that asked tries again, and finds out
+        found = None
+    talk.send(found)
 
 
 # Whether the replicas of a run can go on without each other: known before anything starts.
@@ -191,13 +243,14 @@ def prepare(
     if before is not None and _is_captured_as(run, before.load_run()):
         model.training.know(load_graph(before.graph))
         model.evaluation.know(load_graph(before.evaluation_graph))
-    data = data_of(run, model, progress)
-    run = counted(run, data)
-    progress(0.0, "capturing the model")
-    graph = model.training.graph(sizes[0])
-    model.check_loss(graph)
-    _check_samples(data, graph)
-    evaluation = _in_evaluation(model, graph, sizes[0])
+    with evaluation_beside(model, max(sizes), sizes[0]) as evaluation_of:
+        data = data_of(run, model, progress)
+        run = counted(run, data)
+        progress(0.0, "capturing the model")
+        graph = model.training.graph(sizes[0])
+        model.check_loss(graph)
+        _check_samples(data, graph)
+        evaluation = evaluation_of(graph)
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
