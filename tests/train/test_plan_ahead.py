@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import save_cluster
-from bireme.profile.profile import Profile
+from bireme.profile.profile import Profile, save_profile
 from bireme.profile.profiler import profile
-from bireme.train.captured_run import micro_batches, shares_by_speed
+from bireme.train.captured_run import CapturedRun, micro_batches, shares_by_speed
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
-from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead
+from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead, sizes_before
 from bireme.train.rank_zero_setup import most_replicas, with_kept_mode
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_profiles import gpt
@@ -112,3 +112,23 @@ def test_devices_of_two_speeds_may_share_a_batch_by_their_speed() -> None:
     assert shares_by_speed(16, [1.0, 0.9, 1.0, 1.0]) == set()
     assert shares_by_speed(16, [3.0, 2.0, 1.0]) == set()
     assert shares_by_speed(2, [1.0, 1.0, 0.2]) == set()
+
+
+def test_after_a_loss_the_profile_is_that_of_the_phase_before(tmp_path: Path) -> None:
+    """With other micro-batches it is another one, and no plan that was made ahead is for it."""
+    folder, servers = RunFolder(tmp_path), wanted().cluster.servers
+    assert sizes_before(folder, Cluster(servers)) == ()
+    save_cluster(Cluster(servers), folder.cluster)
+    save_profile(_profile(), folder.profile)
+    assert [tuple(sizes_before(folder, Cluster(some))) for some in (servers[:1], servers)] == [(1, 2)] * 2
+    assert sizes_before(folder, Cluster((*servers, replace(servers[0], name="three")))) == ()
+
+    unlike = tmp_path / "unlike.toml"
+    one, other = servers
+    save_cluster(Cluster((one, replace(other, devices=(replace(GPU, speed=0.3),)))), unlike)
+    model = "model.source=gpt:layers=2,width=8,heads=2,vocab=257,context=16"
+    run = load_run_file(None, [f"cluster.source={unlike}", model, "data.length=16", "training.batch_size=16"])
+    captured = CapturedRun.of(run, lambda _done, _what: None, measures=False)
+    for known, sizes in (((), {1, 4, 12, 16}), ((1, 4, 16), {1, 4, 16})):
+        found = captured.profiled(lambda _done, _what: None, like="rtx3090", known=known).profile
+        assert set(found.micro_batches) == sizes

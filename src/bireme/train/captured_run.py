@@ -5,7 +5,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -136,16 +136,28 @@ class CapturedRun:
         model.check_weights(graph)
         return cls(run, machines, model, graph)
 
-    def profiled(self, progress: Progress, *, like: str | None = None, is_fresh: bool = False) -> ProfiledRun:
+    def profiled(
+        self,
+        progress: Progress,
+        *,
+        like: str | None = None,
+        is_fresh: bool = False,
+        known: Collection[int] = (),
+    ) -> ProfiledRun:
         """The run with a profile: estimated for a device `like` another one, or else measured here.
 
-        A run that ends soon is measured briefly. With `is_fresh` no earlier measurement counts.
+        A run that ends soon is measured briefly. With `is_fresh` no earlier measurement counts. If the sizes
+        that are `known` are all that plans need on devices of one speed, there are no others.
         """
         run, sizes, is_brief = self.run, micro_batches(self.run), is_short(self.run, self.graph)
         check_depth(run, len(units_of(self.graph)))
         if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
             sizes = sizes[::-2]
-        if run.plan.micro_batch is None and run.plan.microbatches is None and run.plan.largest_batch is None:
+        if known and set(sizes) <= set(known):
+            sizes = sorted(known)
+        elif (
+            run.plan.micro_batch is None and run.plan.microbatches is None and run.plan.largest_batch is None
+        ):
             speeds = [placed.device.speed for placed in self.machines.cluster.devices()]
             shares = shares_by_speed(run.training.batch_size, speeds)
             sizes = sorted({*sizes, *(one for one in shares if one <= max(sizes))})

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -264,7 +264,8 @@ def prepare(
         check_homes(plan.plan, machines.cluster, readers_of(graph), owners)
         check_paging_disk(run, plan.plan)
     else:
-        profiled = CapturedRun(run, machines, model, graph).profiled(progress)
+        known = () if before is None else sizes_before(before, machines.cluster)
+        profiled = CapturedRun(run, machines, model, graph).profiled(progress, known=known)
         ahead, measured = None if before is None else plan_made_ahead(before, profiled), profiled.profile
         if ahead is not None:
             check_boundaries(run, ahead.plan)
@@ -276,8 +277,18 @@ def prepare(
             if run.plan.largest_batch is not None:
                 run = with_batch(run, summarize(answer.best).batch_size)
                 data = data_of(run, model, progress)
-    known = data, data_identity(run, data), planning_s, census, initial
-    return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, *known)
+    more = data, data_identity(run, data), planning_s, census, initial
+    return PreparedRun(run, machines, graph, evaluation, plan, answer, measured, *more)
+
+
+def sizes_before(before: RunFolder, cluster: Cluster) -> Collection[int]:
+    """The micro-batches that a phase before this one has measured, if it had no fewer devices: its profile
+    still counts after a loss, and with it the plans that were made ahead.
+    """
+    with suppress(BiremeError, OSError):
+        if cluster.num_devices <= read_cluster(before.cluster).num_devices:
+            return load_profile(before.profile).micro_batches
+    return ()
 
 
 def _is_captured_as(run: RunFile, before: RunFile) -> bool:
