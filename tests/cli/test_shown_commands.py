@@ -47,7 +47,7 @@ from tests.support.tiny_project import make_project, make_shop, teach_shop
 
 remember_captures()
 
-HOME = "~/work"
+HOME = "~/demo"
 """Where the reader of the pages works."""
 
 RUN = """format = 1

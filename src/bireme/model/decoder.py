@@ -190,7 +190,7 @@ def _layers_of(decoder: Decoder) -> LayerList | None:
     try:
         embedding = model.get_input_embeddings()
         hooks = [embedding.register_forward_hook(passed.embed)]
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # what transformers raises for a model without embeddings
         return None
     for layer in layers:
         hooks.append(layer.register_forward_pre_hook(passed.enter, with_kwargs=True))
