@@ -1,5 +1,6 @@
 """Sums over replicas that begin while the last backward of a batch runs: the same bits, but earlier."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients
 from bireme.sync.group import DirectSums, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reduction
+from bireme.wire.connection import Bell
 from tests.runtime.test_coded_sums import WIDTH, layers
 from tests.runtime.test_line_group import on_threads
 from tests.support.engine_parity import Setting, Trained, assert_equal, oracle, plan_for, train_on_threads
@@ -36,7 +38,7 @@ class _Batch:
         slots = Slots({name: (size,) for name, size in SIZES.items()})
         self.arena = Arena(slots, torch.float32, torch.device("cpu"))
         self.given = torch.randn(len(self.arena.flat), generator=torch.Generator().manual_seed(seed))
-        places = {name: (0, slot.begin, slot.end) for name, slot in slots.items()}
+        places = {name: (0, slot.begin, slot.shape) for name, slot in slots.items()}
         held: set[str] = set()
         assert reducer.arrivals is not None
         self.arrivals = reducer.arrivals(places, [self.arena.flat], held)
@@ -104,7 +106,7 @@ def test_later_layers_are_summed_while_the_backward_makes_the_gradients_of_other
 
 def test_buckets_follow_from_the_layout_later_layers_first() -> None:
     one, other = torch.arange(10.0), torch.arange(6.0)
-    places = {"a": (0, 0, 2), "b": (1, 0, 6), "c": (0, 2, 7), "empty": (0, 0, 0), "d": (0, 7, 10)}
+    places = {"a": (0, 0, (2,)), "b": (1, 0, (2, 3)), "c": (0, 2, (5,)), "empty": (0, 0, (0,)), "d": (0, 7, (3,))}
     first, second = buckets_of(places, [one, other], 8 * 4)
     assert first.names == ("c", "empty", "d")
     assert [run.tolist() for run in first.flats if len(run)] == [one[2:].tolist()]
@@ -112,15 +114,23 @@ def test_buckets_follow_from_the_layout_later_layers_first() -> None:
     assert [run.tolist() for run in second.flats] == [one[:2].tolist(), other.tolist()]
 
 
-def test_a_reducer_that_is_closed_waits_for_no_more_gradients() -> None:
+def test_a_reducer_that_is_closed_waits_for_no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, go_on = [threading.Event(), threading.Event()], LineGroup.go_on
+
+    def noted(group: LineGroup, bell: Bell) -> None:
+        waiting[group.rank].set()
+        go_on(group, bell)
+
     def work(group: LineGroup) -> BaseException | None:
         reducer = GroupReducer(DirectSums(group), replicas=group, overlaps=True)
         reduction = Reduction(0, _Batch(reducer, 0).gradients)
         reducer.start(reduction)
+        assert waiting[group.rank].wait(patience_s())
         reducer.close(patience_s())
         return reduction.error
 
-    assert all("closed" in str(error) for error in on_threads(2, work))
+    monkeypatch.setattr(LineGroup, "go_on", noted)
+    assert all("closed before a batch was over" in str(error) for error in on_threads(2, work))
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
-from bireme.sync.arrivals import Arrivals, FlatPlace
-from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
+from bireme.sync.arrivals import Arrivals
+from bireme.sync.exchange import BatchGradients, FlatViews, Parts, PieceNorms
 from bireme.sync.reducer import ArrivalsOf, Reduced, Reduction
 
 # A batch on one rank, from its first forward to its last update: all that is known of it so far.
@@ -37,7 +37,7 @@ class _StagePart:
 
     `own` are the gradients of this replica, and `whole` the sums that the update is made from, which are
     others only where both are needed. `seen` is the share of the batch, by weight, whose gradients are there.
-    `num_backwards` have begun, and if the last one has, its gradients have `arrivals`.
+    `num_backwards` have begun. If the last one has, `arrivals` are told of the gradients that it makes final.
     `loss` is this replica's part of the batch's loss, if it is made here. `buffers_before` are copies of the
     buffers that the stage writes to, as they were before its first forward. When it `is_applied`, its
     gradients are gone.
@@ -124,7 +124,6 @@ class _BatchEnd:
         views: dict[str, Tensor] = {}
         held: set[str] = set()
         flats: list[Tensor] = []
-        places: dict[str, FlatPlace] = {}
         streams: dict[str, PrincipalStream] = {}
         parts_of_flats: list[Parts] = []
         cuts: dict[str, Sequence[slice]] = {}
@@ -139,12 +138,6 @@ class _BatchEnd:
                 held |= own.held
             else:
                 together = [summed_apart.isdisjoint(arena.views) for arena in part.whole.arenas]
-                slots = {
-                    name: (number, slot.begin, slot.end)
-                    for number, arena in enumerate(compress(part.whole.arenas, together), len(flats))
-                    for name, slot in (arena.slots.items() if arrivals is not None else ())
-                }
-                places |= {name: slots[name] for name in part.whole.whole_views if name in slots}
                 flats += [arena.flat for arena in compress(part.whole.arenas, together)]
                 for arena, cut in compress(zip(part.whole.arenas, part.pool.parts, strict=False), together):
                     parts_of_flats.append(cut.parts)
@@ -158,6 +151,10 @@ class _BatchEnd:
             held |= part.whole.held
             if part.whole.streams is not None:
                 streams |= part.whole.streams.streams
+        coming = None
+        if arrivals is not None:
+            in_flats = {name: view for name, view in views.items() if name not in summed_apart}
+            coming = arrivals(FlatViews.of(in_flats, flats).slots, flats, held)
         norms = [self.norms[stage] for stage in sorted(self.norms)]
         self.gradients = BatchGradients(
             views,
@@ -169,7 +166,7 @@ class _BatchEnd:
             cuts=cuts,
             owned=owned,
             owned_flats=owned_flats,
-            arrivals=None if arrivals is None else arrivals(places, flats, held),
+            arrivals=coming,
         )
         return self.gradients
 

@@ -1,14 +1,15 @@
-"""Gradients that are summed over replicas while the backward that makes them goes on.
+"""Sums over replicas that begin while the last backward of a batch still makes other gradients.
 
     the rank's thread      … backward of layer 3 │ of layer 2 │ of layer 1 │ of layer 0 │ REDUCE
     the reducer's                                │ sum of 3   │ sum of 2   │ sum of 1   │ sum of 0 │ numbers
 
 Buckets follow from the layout alone, later layers first, so they are the same on all replicas, whatever the
-order in which one replica's gradients come. A sum has the same bits if it begins when all are there.
+order in which one replica's gradients come. A sum that begins after the backward has the same bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
@@ -24,19 +25,19 @@ class Bucket:
     flats: tuple[Tensor, ...]
 
 
-FlatPlace = tuple[int, int, int]
-"""Where a gradient lies: the number of its flat, and the first element there and the one after the last."""
+FlatPlace = tuple[int, int, tuple[int, ...]]
+"""Where a tensor lies: the number of its flat, the first element there, and the shape."""
 
 
 def buckets_of(places: Mapping[str, FlatPlace], flats: Sequence[Tensor], least_bytes: float) -> list[Bucket]:
-    """Gradients in the reverse of their order, as many to a bucket as are `least_bytes` together."""
+    """Buckets of gradients in reverse order; each but the last has at least `least_bytes`."""
     found: list[Bucket] = []
     names: list[str] = []
     size = 0
     for name in reversed([*places]):
-        number, begin, end = places[name]
+        number, _, shape = places[name]
         names.append(name)
-        size += (end - begin) * flats[number].itemsize
+        size += prod(shape) * flats[number].itemsize
         if size >= least_bytes:
             found.append(_bucket(names, places, flats))
             names, size = [], 0
@@ -44,8 +45,9 @@ def buckets_of(places: Mapping[str, FlatPlace], flats: Sequence[Tensor], least_b
 
 
 def _bucket(names: Sequence[str], places: Mapping[str, FlatPlace], flats: Sequence[Tensor]) -> Bucket:
-    runs: list[FlatPlace] = []
-    for number, begin, end in sorted(places[name] for name in names):
+    runs: list[tuple[int, int, int]] = []
+    for number, begin, shape in sorted(places[name] for name in names):
+        end = begin + prod(shape)
         if runs and runs[-1][0] == number and runs[-1][2] == begin:
             runs[-1] = number, runs[-1][1], end
         else:
@@ -56,16 +58,15 @@ def _bucket(names: Sequence[str], places: Mapping[str, FlatPlace], flats: Sequen
 
 
 class Arrivals:
-    """The gradients of a batch whose last backward may be under way. The rank's thread adds those that are
-    final to `held`, and ends it; the reducer's thread takes buckets, one after the other. `bell` rings there,
-    and `check` raises if no more will come.
+    """The gradients of a batch whose last backward may still run. The rank's thread notes each that is final,
+    which adds its name to `held`, and the end; the reducer's thread takes the buckets in their order. `bell`
+    wakes that thread up, and `check` raises if no more gradients will come.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], held: set[str], bell: Bell, check: Callable[[], None]
     ) -> None:
-        self.buckets = buckets
-        self._held, self._bell, self._check = held, bell, check
+        self._buckets, self._held, self._bell, self._check = buckets, held, bell, check
         self._missing = [set(bucket.names) for bucket in buckets]
         self._bucket_of = {name: missing for missing in self._missing for name in missing}
         self._has_ended = False
@@ -79,22 +80,22 @@ class Arrivals:
             self._bell.ring()
 
     def end(self, held: Iterable[str]) -> None:
-        """No more gradients come; these are all."""
+        """No more gradients come: these are the names of all."""
         self._held.update(held)
         self._has_ended = True
         self._bell.ring()
 
     def in_turn(self, group: Group, go_on: Callable[[], bool] = lambda: False) -> Iterator[Bucket]:
-        """The buckets, each when no more of it comes. Meanwhile `go_on` does what can be done, if anything
-        can, and the group moves what has begun.
+        """The buckets, each once its gradients are final. Meanwhile the group moves the sums that have begun;
+        `go_on` is called first, and gives whether it had anything to do.
         """
-        for bucket, missing in zip(self.buckets, self._missing, strict=True):
+        for bucket, missing in zip(self._buckets, self._missing, strict=True):
             while missing and not self._has_ended:
                 self._wait(group, go_on)
             yield bucket
 
     def wait(self, group: Group) -> None:
-        """Return when all gradients are there that come."""
+        """Return after the `end`."""
         while not self._has_ended:
             self._wait(group, lambda: False)
 

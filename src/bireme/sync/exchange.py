@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
-from bireme.sync.arrivals import Arrivals
+from bireme.sync.arrivals import Arrivals, FlatPlace
 from bireme.sync.group import Group, Pending, add_in_order
 from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
@@ -139,9 +139,9 @@ class BatchGradients:
 
 @dataclass(frozen=True, slots=True)
 class FlatViews:
-    """Where tensors lie in flats: by name the flat, the first element there, and the shape."""
+    """Where tensors lie in flats, by name."""
 
-    slots: Mapping[str, tuple[int, int, tuple[int, ...]]]
+    slots: Mapping[str, FlatPlace]
 
     @classmethod
     def of(cls, views: Mapping[str, Tensor], flats: Sequence[Tensor]) -> "FlatViews":
