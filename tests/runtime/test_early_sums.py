@@ -27,8 +27,11 @@ from tests.support.patience import patience_s
 from tests.support.small_models import real_batches, token_batches
 from tests.support.tiny_text import tiny_text
 
-SIZES = {"first": 30_000, "small": 3, "middle": 70_001, "last": 50_000}
-"""Of gradients in the order of the layers."""
+LAYERS = {f"layer {number}": 5000 for number in range(5)}
+SIZES = {"first": 30_000, "small": 3, "middle": 9000, **LAYERS, "odd": 70_001, "last": 50_000}
+"""Of gradients in the order of the layers. No member has the small one, and all but the first have the odd
+one, which is summed long before the flags.
+"""
 
 
 class _Batch:
@@ -54,13 +57,14 @@ class _Batch:
 
 def _summed(group: LineGroup, codec: str, early: Callable[[_Batch], object]) -> tuple[Tensor, set[str]]:
     how = GradientSummation(parse_sum_codec(codec))
-    reducer = GroupReducer(SingleRankGroup(), replicas=group, sums=how, overlaps=True)
+    reducer = GroupReducer(SingleRankGroup(), replicas=group, sums=how, slice_bytes=2**14, overlaps=True)
     batch = _Batch(reducer, seed=group.rank)
     reduction = Reduction(0, batch.gradients)
     reducer.start(reduction)
     try:
         early(batch)
-        batch.come(name for name in SIZES if name not in batch.gradients.held and name != "small")
+        absent = {"small", *batch.gradients.held, *(() if group.rank else ("odd",))}
+        batch.come(name for name in SIZES if name not in absent)
         batch.arrivals.end(batch.gradients.held)
         reducer.finish(reduction)
     finally:
@@ -70,7 +74,7 @@ def _summed(group: LineGroup, codec: str, early: Callable[[_Batch], object]) -> 
 
 @pytest.fixture
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_LEAST_BUCKET_BYTES", "_LEAST_CODED_BYTES"):
+    for name in ("_LEAST_BUCKET_BYTES", "_LEAST_CODED_BYTES", "_NUM_BUCKETS"):
         monkeypatch.setattr(f"bireme.sync.slices.{name}", 64)
 
 
@@ -106,8 +110,8 @@ def test_later_layers_are_summed_while_the_backward_makes_the_gradients_of_other
 
 def test_buckets_follow_from_the_layout_later_layers_first() -> None:
     one, other = torch.arange(10.0), torch.arange(6.0)
-    places = {"a": (0, 0, (2,)), "b": (1, 0, (2, 3)), "c": (0, 2, (5,)), "empty": (0, 0, (0,)), "d": (0, 7, (3,))}
-    first, second = buckets_of(places, [one, other], 8 * 4)
+    places = {"a": (0, 0, (2,)), "b": (1, 0, (2, 3)), "c": (0, 2, (5,)), "empty": (0, 0, (0,))}
+    first, second = buckets_of(places | {"d": (0, 7, (3,))}, [one, other], 8 * 4)
     assert first.names == ("c", "empty", "d")
     assert [run.tolist() for run in first.flats if len(run)] == [one[2:].tolist()]
     assert second.names == ("a", "b")

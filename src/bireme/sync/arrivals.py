@@ -22,7 +22,7 @@ class Bucket:
     """Gradients that are summed together, by name, and the flat memory in which they lie."""
 
     names: tuple[str, ...]
-    flats: tuple[Tensor, ...]
+    flats: Sequence[Tensor]
 
 
 FlatPlace = tuple[int, int, tuple[int, ...]]

@@ -159,9 +159,9 @@ class GradientSummation:
         sent: SentBytes,
     ) -> None:
         """Sum gradients whole, bucket after bucket, by messages alone. The flags go along with the last
-        bucket, for on late links each message counts.
+        bucket: a message of their own would take the latency of the link once more.
         """
-        is_cut, keeps, numbers = self.codec.is_cut(group.size), self.feedback is not None, torch.empty(0)
+        is_cut, keeps = self.codec.is_cut(group.size), self.feedback is not None
         messages = Messages(
             group,
             coder_of(self.codec, keeps=keeps) if coded else None,
@@ -171,15 +171,15 @@ class GradientSummation:
             of_sums=coder_of(self.codec.of_sums, keeps=keeps) if is_cut else None,
         )
         owners: Sequence[int | None] = range(group.size) if is_cut else [None]
-        arrivals, left = gradients.arrivals, len(views)
+        arrivals, noted, flags = gradients.arrivals, list[str](), list[Tensor]()
         whole = [Bucket((*views,), ())]
         for bucket in whole if arrivals is None else arrivals.in_turn(group, messages.go_on):
-            held_flags(bucket.names, gradients)
             own = {name: views[name] for name in bucket.names}
-            left -= len(own)
-            if not left:
-                numbers = held_flags([*views], gradients).float()
-                own = {_FLAGS: numbers, **own}
+            noted.extend(own)
+            flags.append(held_flags([*own], gradients))
+            if len(noted) == len(views):
+                flags = [torch.cat(flags).float()]
+                own = {_FLAGS: flags[0], **own}
             kept = self._opened({name: view for name, view in own.items() if name in coded})
             cuts = even_cuts([*own], own, kept, factors, apart) if is_cut else {}
             bundles = self.codec.kind is SumKind.BITS
@@ -191,7 +191,7 @@ class GradientSummation:
                 slice_bytes // len(owners),
             )
         messages.finish()
-        note_held(gradients, [*views], numbers)
+        note_held(gradients, noted, flags[0])
         if self.feedback is not None:
             self.feedback.take_back(coded.keys() - gradients.held)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
-from bireme.sync.arrivals import Arrivals, FlatPlace
+from bireme.sync.arrivals import Arrivals, Bucket, FlatPlace
 from bireme.sync.group import Group, Pending, add_in_order
 from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
@@ -120,8 +120,8 @@ class BatchGradients:
     `streams` are the gradients that are kept as principal components, and `components` what those of all
     replicas come to. Where replicas share the optimizer, `parts` are those of each of `flats`, `cuts` the
     pieces of each gradient there that all replicas own, and `owned` the piece that this replica owns and
-    sums, which lies in `owned_flats`. With `arrivals` the backward may still be at work, and `held` are those
-    from before; in its buckets are the gradients that lie in `flats`.
+    sums, which lies in `owned_flats`. With `arrivals` the backward may still run, and adds to `held`; its
+    buckets have the gradients that lie in `flats`.
     """
 
     views: Mapping[str, Tensor]
@@ -193,7 +193,7 @@ def sum_in_slices(
     group: Group,
     names: Sequence[str],
     gradients: BatchGradients,
-    flats: Iterable[Tensor] | Arrivals,
+    flats: Sequence[Tensor] | Arrivals,
     slice_bytes: int,
     sent: SentBytes,
 ) -> None:
@@ -204,22 +204,20 @@ def sum_in_slices(
     """
     if group.size == 1 or not names:
         return
-    before, holders = sent.sent, torch.empty(0)
+    before, noted, holders = sent.sent, list[str](), list[Tensor]()
 
     def all_flats() -> Iterator[Tensor]:
-        nonlocal holders
-        if isinstance(flats, Arrivals):
-            for bucket in flats.in_turn(group):
-                held_flags(bucket.names, gradients)
-                yield from bucket.flats
-        holders = held_flags(names, gradients)
-        yield holders
-        if not isinstance(flats, Arrivals):
-            yield from flats
+        whole = [Bucket(tuple(names), flats)] if isinstance(flats, Sequence) else flats.in_turn(group)
+        for bucket in whole:
+            noted.extend(bucket.names)
+            holders.append(held_flags(bucket.names, gradients))
+            yield from bucket.flats
+        holders[:] = [torch.cat(holders)]
+        yield holders[0]
 
     sum_flats(group, all_flats(), slice_bytes, sent)
     sent.raw += sent.sent - before
-    note_held(gradients, names, holders)
+    note_held(gradients, noted, holders[0])
 
 
 def sum_flats(group: Group, flats: Iterable[Tensor], slice_bytes: int, sent: SentBytes) -> None:
