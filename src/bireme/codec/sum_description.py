@@ -193,7 +193,7 @@ class SumCost:
 
     `message_share` is a replica's message or factors, `sum_share` the message of a sum, `kept_share` what is
     kept from batch to batch. `gathered` has the gradients of each unit that are not summed, whose bytes are
-    those that are found; empty where there are none. `gradient_bytes` are those of a gradient in the mean.
+    those that are found; empty where there are none. `gradient_bytes` is the mean size of a gradient.
     """
 
     codec: SumCodec = DENSE

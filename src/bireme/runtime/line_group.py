@@ -122,7 +122,7 @@ class LineGroup:
         return self._begun("copy", lambda: self._group.copy_from(here, source), [(here, tensor)])
 
     def go_on(self, bell: Bell) -> None:
-        """Move what has begun until the bell rings, or something has come."""
+        """Move what has begun until the bell rings, or for a while."""
         with self._named("sum"):
             self._group.go_on(bell)
 

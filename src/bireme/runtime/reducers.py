@@ -1,4 +1,4 @@
-"""Who a rank sums with, and what does it: its replicas, who else holds its parameters, all ranks."""
+"""The reducer of a rank and the groups that it sums over: replicas, holders of tied parameters, all ranks."""
 
 import torch
 
@@ -27,8 +27,8 @@ def reducer_of(
 
     Sums over replicas go through the codec of the settings. Where these are `sharers` of the optimizer, they
     are joined, and each replica gets the sums of its own parts. With an agreement they are a site, whose sums
-    with others go through the codec. If the program `overlaps` its sums with its last backwards, so do sums
-    of whole gradients between processors.
+    with others go through the codec. With `overlaps` sums of whole gradients between processors begin during
+    the last backward of a batch.
     """
     device, codec, agreement = torch.device(settings.device), settings.codec, settings.agreement
     quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None

@@ -221,8 +221,8 @@ class Messages:
             self._parts.append(self._begin([_next(own, most_bytes) for own in waiting]))
 
     def go_on(self) -> bool:
-        """Do the next of what can be done with messages that have come; whether there was anything. It sends
-        none: all members send theirs in one order, whenever those of others come.
+        """Decode the next messages, if they have come; gives whether they had. This sends no message: all
+        members begin theirs in one order, whenever those of others come.
         """
         if self._num_added < len(self._parts) and self._parts[self._num_added].pending.is_done():
             self._add_up(self._parts[self._num_added])

@@ -49,7 +49,7 @@ class Waiting:
     ) -> None:
         self.wait = wait
         self.is_done = is_done
-        """Whether the wait is known to be over at once."""
+        """Whether all that others send is known to have come."""
 
 
 class Sums(Protocol):
@@ -85,7 +85,7 @@ class Group(Sums, Protocol):
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
 
     def go_on(self, bell: Bell) -> None:
-        """Move what has begun until the bell rings, or something that has begun may be done."""
+        """Move what has begun until the bell rings, or for a while: some of it may be done then."""
 
 
 class OwnedGroup(Group, Protocol):

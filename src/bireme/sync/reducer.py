@@ -101,7 +101,7 @@ whatever thread sums them up.
 
 
 ArrivalsOf = Callable[[Mapping[str, FlatPlace], Sequence[Tensor], set[str]], Arrivals]
-"""Gives the arrivals of a batch whose gradients lie at places in flats, and add to what is held."""
+"""Makes the arrivals of a batch from the places of its gradients, their flats, and the names held so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,7 @@ class Reducer(ABC):
     weighs: bool
     """Whether it finds out by itself if anything in a batch counts."""
     arrivals: ArrivalsOf | None = None
-    """Gives the arrivals of a batch, if it sums gradients bucket by bucket while a backward makes others."""
+    """Makes the arrivals of a batch, if sums may begin before its last backward ends."""
 
     def __init__(self, control: Sums, counted: Collection[str] | None, device: torch.device | None) -> None:
         self._control, self._counted, self._device = control, counted, device
@@ -208,7 +208,7 @@ class GroupReducer(Reducer):
     * `sums`: how gradients are summed over the replicas. If each gets its own parts of them, it adds these to
       the norm.
     * `overlaps`: the same on all replicas. Then the gradients of a batch have arrivals, and a reduction may
-      start before its backward is over. What else it has is not looked at before their end.
+      start before its last backward ends. The rest of the reduction is read after the end of the arrivals.
 
     Every rank must start the same batches in the same order.
     """

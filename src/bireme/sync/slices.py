@@ -10,8 +10,8 @@ NUM_IN_FLIGHT = 3
 """How many slices may be on their way at once, before one more is begun."""
 
 _NUM_BUCKETS = 6
-"""Of gradients that are summed while a backward goes on. The last one is summed after it, so it must be
-small; but each takes messages of its own.
+"""Of gradients whose sums begin during a backward. The last bucket is summed after it, so small ones are
+better; but each takes messages of its own.
 """
 
 _LEAST_BUCKET_BYTES = 2**17
@@ -20,8 +20,8 @@ _LEAST_CODED_BYTES = 2**18
 
 
 def bucket_bytes(gradient_bytes: float, num_coders: int = 0) -> float:
-    """Of gradients that are summed together while a backward makes others, the last may be fewer; through a
-    codec if there are members that code.
+    """The least size of a bucket, but for the last, of gradients of that size in all. If the sums go through
+    a codec, `num_coders` members code each bucket.
     """
     least = max(_LEAST_BUCKET_BYTES, num_coders * _LEAST_CODED_BYTES)
     return max(min(gradient_bytes / _NUM_BUCKETS, DENSE_SLICE_BYTES), least)

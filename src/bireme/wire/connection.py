@@ -38,7 +38,7 @@ CHUNK_BYTES = 1 << 20
 """Bytes to write at once. A link that moves less than this within a timeout counts as stuck."""
 _RINGS = 4096
 _LOOK_S = 0.05
-"""How often a wait for a bell looks whether it is in vain."""
+"""The longest wait for a bell, after which its caller looks whether to wait on."""
 
 
 class FrameKind(IntEnum):
@@ -313,7 +313,7 @@ def wait_for(connection: Connection, events: int, seconds: float) -> bool:
 
 
 class Bell:
-    """Ends another thread's wait for files, of which this is one."""
+    """A file that wakes up a thread that waits for it, among others. Another thread rings."""
 
     def __init__(self) -> None:
         self._end, self._rung = socket.socketpair()
@@ -321,7 +321,7 @@ class Bell:
             end.setblocking(False)
 
     def fileno(self) -> int:
-        """Of what can be read once it rings."""
+        """The number of the file, which can be read once it rings."""
         return self._rung.fileno()
 
     def ring(self) -> None:
@@ -331,7 +331,9 @@ class Bell:
 
     def listen(self) -> None:
         """Wait a while until it rings, and hush it."""
-        if select.select([self], [], [], _LOOK_S)[0]:
+        poller = select.poll()
+        poller.register(self, select.POLLIN)
+        if poller.poll(_LOOK_S * 1000):
             self.hush()
 
     def hush(self) -> None:

@@ -218,7 +218,7 @@ class HostSpeed:
     chunk_s: float = 0.0
 
     def of(self, device: Device) -> Device:
-        """A device whose chunks are so fast."""
+        """The device with these speeds."""
         speed, copy_s, chunk_s = map(_rounded, (self.bytes_per_s, self.copy_s, self.chunk_s))
         return replace(device, host_bytes_per_s=speed, copy_s=copy_s, chunk_s=chunk_s)
 

@@ -122,11 +122,11 @@ def check_ledger(path: Path) -> CheckedLedger:
 
 
 def lost_rounds(path: Path, start: Began, *, takes_up: bool) -> Committed | None:
-    """One line for all places that count when a coordinator begins so, if lines about some of them were lost
-    with the machine of an earlier one, as the copy of the ledger at a path lacks its last lines.
+    """The line to write before the start of a coordinator, if the copy of the ledger at a path lacks lines
+    that were lost with another machine. It commits all places that the start counts and no line does.
 
-    It counts what a majority knows, if this one `takes_up`, and else what the checkpoint has that it begins
-    after. If no batch is lacking, nothing is lost, and a start that tells of more places is wrong.
+    The start counts what a majority knows, if its coordinator `takes_up`, else what the checkpoint has that
+    it begins after. If no batch is missing, no line was lost, and a start that counts more places is wrong.
     """
     found = check_ledger(path)
     told = _without((SamplePlaces(0, start.fresh),) if start.fresh else (), start.open)

@@ -370,7 +370,7 @@ class RoundGroup:
         self._held.clear()
 
     def go_on(self, bell: Bell) -> None:
-        """Move what has begun until the bell rings, or a frame has come."""
+        """Move what has begun until the bell rings, or for a while."""
         self._traffic.go_a_step(self._come, bell)
 
     def _come(self, member: int, tag: Tag) -> None:
@@ -421,7 +421,7 @@ class RoundGroup:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to send and to expect tensors by the places of members, which are `missing` until theirs have
-        come; then go on.
+        come; call `then` when all have.
         """
         missing.update(place for place, into in taken.items() if into.numel())
         for place, what in given.items():
