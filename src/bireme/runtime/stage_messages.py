@@ -82,7 +82,7 @@ class BoundaryTraffic:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """Messages over a boundary in one direction: those under way, and room for as many more."""
+    """Messages over a boundary in one direction that are under way, and the room of earlier ones."""
 
     sent: deque[OutgoingMessage] = field(default_factory=deque)
     free: deque[OutgoingMessage] = field(default_factory=partial(deque, maxlen=MOST_SENDS))

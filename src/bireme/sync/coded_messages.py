@@ -402,7 +402,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:
-    """The next pieces: as many as are no larger together, but at least one if there is one."""
+    """The next pieces, of at most `most_bytes` together, but at least one if there is one."""
     found: list[Piece] = []
     size = 0
     while waiting and (not found or size + waiting[0].target.nbytes <= most_bytes):

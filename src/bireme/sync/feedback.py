@@ -100,7 +100,8 @@ class Feedback:
 
     def after(self, num_batches: int) -> dict[str, _Values]:
         """The state after that number of batches: those settled, or one fewer. Not copies."""
-        return {**self._loaded, **{name: pair.after(num_batches) for name, pair in self._pairs.items()}}
+        with self._lock:  # the batch under way may be the first with a gradient
+            return self._loaded | {name: pair.after(num_batches) for name, pair in self._pairs.items()}
 
     def load(self, kept: Mapping[str, Mapping[str, Tensor]], *, num_batches: int) -> None:
         """Go on from the state after that number of batches."""
