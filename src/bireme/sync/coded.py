@@ -95,10 +95,11 @@ class GradientSummation:
             name: view for name, view in views.items() if begins and name not in plain and self._codes(view)
         }
         sent.note(group.size, raw=_FLAG_BYTES * len(names))
-        if not in_parts and (kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2)):
+        if not in_parts:
             sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
-            self._sum_by_messages(group, gradients, views, coded, factors, word, apart, slice_bytes, sent)
-            return
+            if kind is SumKind.BITS or (kind is SumKind.THRESHOLD and group.size == 2):
+                self._sum_by_messages(group, gradients, views, coded, factors, word, apart, slice_bytes, sent)
+                return
         if gradients.arrivals is not None:
             gradients.arrivals.wait(group)
         flags = held_flags(names, gradients)
@@ -140,8 +141,6 @@ class GradientSummation:
             summed = [name for name in views if name in gradients.held]
             own = (views[name].view(-1)[gradients.cuts[name][group.rank]].nbytes for name in summed)
             sent.raw += sum(views[name].nbytes for name in summed) - sum(own)
-        else:
-            sent.note(group.size, raw=sum(view.nbytes for view in views.values()))
         messages = Messages(group, coder, factors, sent, to_all=not in_parts)
         messages.add(pieces, min(slice_bytes, DENSE_SLICE_BYTES) // group.size if in_parts else slice_bytes)
         messages.finish()
