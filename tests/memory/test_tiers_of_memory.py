@@ -20,12 +20,18 @@ from bireme.schedule.checker import check
 SLOT = PAGE_BYTES
 
 
-def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is() -> None:
-    memory = HostChunks(2, SLOT, poisons=True)
+@pytest.mark.parametrize("slot_bytes", [SLOT, 40 * SLOT])  # mappings of the larger ones are moved
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is(
+    slot_bytes: int, monkeypatch: pytest.MonkeyPatch, *, moves: bool
+) -> None:
+    if not moves:
+        monkeypatch.setattr(system_memory, "_can_move", lambda: False)
+    memory = HostChunks(2, slot_bytes, poisons=True)
     one, other = AddressRange(memory, 2), AddressRange(memory, 1)
     memory.map(one.chunk(1), 0)
     one.chunk(1).fill_(7)
-    view = one.bytes[SLOT : SLOT + 8]
+    view = one.bytes[slot_bytes : slot_bytes + 8]
     memory.unmap(one.chunk(1))
     assert int(view[0]) == POISON
     memory._poison = None  # so that mapping writes nothing
@@ -34,6 +40,9 @@ def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is() -> None:
     memory.map(one.chunk(1), 1)
     view.fill_(3)
     assert bool((other.chunk(0) == 7).all())
+    memory.unmap(one.bytes[: 2 * slot_bytes])
+    memory.map(one.chunk(0), 1)
+    assert int(one.chunk(0)[0]) == 3
 
 
 def test_pieces_of_a_range_are_aligned_and_what_is_beyond_its_chunks_is_counted() -> None:

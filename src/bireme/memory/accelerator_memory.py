@@ -66,7 +66,7 @@ class AcceleratorMemory:
         """What sizes of memory and of mapped ranges are multiples of."""
 
     def create(self, num_bytes: int) -> int:
-        """Memory of so many bytes, by its handle."""
+        """Memory of `num_bytes`, by its handle."""
         handle = ctypes.c_uint64()
         self._call("cuMemCreate", ctypes.byref(handle), num_bytes, self._about(), 0)
         return handle.value
@@ -77,7 +77,7 @@ class AcceleratorMemory:
             self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def reserve(self, num_bytes: int) -> int:
-        """The address of so many bytes with nothing beneath."""
+        """The address of a range that nothing is mapped to yet."""
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0)
         return address.value
@@ -122,7 +122,7 @@ class AcceleratorMemory:
 
 
 class AcceleratorChunks:
-    """So many slots of so many bytes each."""
+    """`num_slots` slots of `slot_bytes` each."""
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
         self._memory = AcceleratorMemory(device)

@@ -61,7 +61,7 @@ class ArenaAllocator(Protocol):
     """Gives flat memory."""
 
     def carve(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for so many elements; what is in it is undefined."""
+        """Memory for `num_elements`; its content is undefined."""
 
 
 class _Plain:

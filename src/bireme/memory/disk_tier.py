@@ -119,7 +119,7 @@ class DiskTier:
         except OSError as error:
             raise BiremeError(
                 f"{self._folder} has no room for {begin + more} bytes of offloaded memory: {error.strerror}. "
-                "Free so much, set memory.disk to another disk, or offload less with a larger memory.host."
+                "Make room there, set memory.disk to another disk, or offload less with a larger memory.host."
             ) from error
         self._num_slots += num_slots
 

@@ -25,7 +25,7 @@ from bireme.errors import BiremeError
 # one that is not there must wait until it is.
 
 ALIGNED = 64
-"""Pieces begin at multiples of so many bytes, as in torch's allocator."""
+"""Pieces begin at multiples of this number of bytes, as in torch's allocator."""
 
 
 class ChunkMemory(Protocol):
@@ -116,7 +116,7 @@ _SHARED_NOW = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0) 
 _MOVED = 1 | 2 | 4
 """MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP."""
 _FLUSHED_SINGLY = 33
-"""Linux makes a processor forget up to so many pages one by one, and of more all pages at once."""
+"""Linux flushes the addresses of at most this number of pages one by one, and of more pages all at once."""
 _MMAP_THRESHOLD, _LARGE_BLOCK_BYTES = -3, 16 * 2**20
 """M_MMAP_THRESHOLD of glibc, and what it is set to: with less, steps take longer, for memory that is new to a
 process has to be cleared.
@@ -184,14 +184,32 @@ def move_mapping(address: int, num_bytes: int, into: int) -> bool:
     reserved, so no other mapping comes there. Returns False if that would take longer than to make a mapping
     and to take it away, as for few pages, or if this system cannot.
     """
-    move = getattr(_libc(), "mremap", None)  # of Linux
-    if move is None or num_bytes <= _FLUSHED_SINGLY * PAGE_BYTES:
+    if num_bytes <= _FLUSHED_SINGLY * PAGE_BYTES or not _can_move():
         return False
-    return bool(move(address, num_bytes, num_bytes, _MOVED, into) == into)
+    if _libc().mremap(address, num_bytes, num_bytes, _MOVED, into) == into:
+        return True
+    map_nothing(into, num_bytes)
+    return False
+
+
+@cache
+def _can_move() -> bool:
+    """Whether mappings of files can be moved, as on Linux from 5.13 on. From 5.7 to 5.12 the call fails and
+    leaves the new addresses free: another mapping could come there, and the next call would remove it.
+    """
+    if not hasattr(_libc(), "mremap"):
+        return False
+    file, address = shared_file(PAGE_BYTES), reserve(2 * PAGE_BYTES)
+    map_file(address, PAGE_BYTES, file, 0)
+    os.close(file)
+    into = address + PAGE_BYTES
+    can = bool(_libc().mremap(address, PAGE_BYTES, PAGE_BYTES, _MOVED, into) == into)
+    _libc().munmap(address, (1 + can) * PAGE_BYTES)
+    return can
 
 
 def shared_file(num_bytes: int) -> int:
-    """A file in memory, without a name, of so many bytes. It is gone when it is closed and unmapped."""
+    """A file in memory of `num_bytes`, without a name. It is gone when it is closed and unmapped."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("bireme", os.MFD_CLOEXEC)
     else:
@@ -219,7 +237,7 @@ def pages(num_bytes: int) -> Tensor:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """The bytes of the pages that so many bytes fill."""
+    """The bytes of the pages that `num_bytes` fill."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -294,16 +312,16 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
 
 # A budget of ordinary memory, cut into slots that are mapped beneath chunks: the device tier on a CPU.
 #
-# The slots are a file in memory. One that has left a chunk is kept mapped at an address of its own, because a
-# mapping is moved faster than it is made. With `poisons` a chunk that is not there reads as NaN, and so does
-# one whose copy has not come; for tests. Otherwise nothing is beneath it, and who reads it ends by a signal.
+# The slots are a file in memory. A slot that has left a chunk stays mapped at an address of its own, because
+# a mapping is moved faster than it is made. With `poisons` a chunk without a slot reads as NaN, and so does a
+# chunk whose copy has not come; for tests. Otherwise reading a chunk without a slot kills the process.
 
 POISON = 0xFF
 """In every byte: NaN in each type of floating-point number, -1 in integers."""
 
 
 class HostChunks:
-    """So many slots of so many bytes each."""
+    """`num_slots` slots of `slot_bytes` each."""
 
     def __init__(self, num_slots: int, slot_bytes: int, *, poisons: bool = False) -> None:
         check_can_map()
@@ -320,9 +338,9 @@ class HostChunks:
         self._own = tensor_at(reserve(num_slots * slot_bytes), num_slots * slot_bytes)
         """The own addresses of all slots."""
         self._kept: set[int] = set()
-        """The slots that are mapped there."""
+        """The slots that are mapped at their own addresses."""
         self._beneath: dict[int, int] = {}
-        """The slots that are mapped beneath chunks, by the addresses of these."""
+        """The slots that are mapped beneath chunks, by the addresses of the chunks."""
         if poisons:
             os.pwrite(self._file, bytes([POISON]) * slot_bytes, num_slots * slot_bytes)
 
@@ -377,7 +395,7 @@ def page_bytes(device: torch.device) -> int:
 def chunk_memory(
     device: torch.device, num_slots: int, slot_bytes: int, *, poisons: bool = False
 ) -> ChunkMemory:
-    """So many slots on a device; `poisons` is as for `HostChunks`."""
+    """`num_slots` slots on a device; `poisons` is as for `HostChunks`."""
     if is_accelerator(device):
         from bireme.memory.accelerator_memory import AcceleratorChunks
 
