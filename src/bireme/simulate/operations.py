@@ -76,8 +76,10 @@ class Operations:
         self.stride = self._program.num_stages * 8
         """From the keys of a micro-batch to those of the next."""
         self._number_of_channel: dict[tuple[int, int, bool], int] = {}
-        self.begins_sum: dict[int, Operation] = {}
-        """By the identity of the operation of a last backward the sum that begins while it runs."""
+        self.begins_sum: dict[int, tuple[Operation, Operation]] = {}
+        """A last backward, and the sum that begins while it runs, by the identity of the backward. It is
+        kept here, or another operation could get its identity after a rank has ended.
+        """
 
     def of_rank(self, rank: int) -> Iterator[tuple[Operation, int]]:
         """A rank's track as operations, each with the shift of its key."""
@@ -107,7 +109,7 @@ class Operations:
         return chain.from_iterable(map(shifted, self._program.tracks[rank].blocks()))
 
     def _note_early(self, ops: Sequence[Operation]) -> None:
-        """Note which of these backwards sums begin in."""
+        """Note the backwards during which a sum begins."""
         last: dict[tuple[int, int], Operation] = {}
         for op in ops if any(self._costs.early_share) else ():
             step = op.instruction
@@ -116,7 +118,7 @@ class Operations:
             elif step.kind is Kind.REDUCE and self._costs.early_share[step.stage]:
                 backward = last.get((step.stage, step.batch))
                 if backward is not None and backward.instruction.kind is Kind.BACKWARD:
-                    self.begins_sum[id(backward)] = op
+                    self.begins_sum[id(backward)] = backward, op
 
     def _like(self, step: Instruction, rank: int) -> _Like:
         program, costs = self._program, self._costs

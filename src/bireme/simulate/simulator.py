@@ -278,7 +278,8 @@ class _Run:
                     now, seconds = begun, max(arrival, now) - begun
             rank.start_s.append(now)
             since = None
-            if begins_sum and (reduce := begins_sum.get(id(op))) is not None:
+            if begins_sum and (found := begins_sum.get(id(op))) is not None:
+                _, reduce = found
                 self._sync_early(rank, reduce, reduce.key + shift, now, seconds)
             if seconds and mover is not None:
                 seconds += mover.taken_s(now, seconds)
@@ -403,7 +404,7 @@ class _Run:
         return bool(self.agenda)
 
     def _sync_early(self, rank: _Rank, op: Operation, key: int, now: float, seconds: float) -> None:
-        """A rank begins the last backward of a stage, in which gradients come as one after the other."""
+        """A rank begins the last backward of a stage, which makes its gradients one after the other."""
         share = self.costs.early_share[op.instruction.stage]
         now += (1.0 - share) * seconds
         parcel = self._all_there(rank, op, key + EARLY, len(rank.start_s) - 1, now)
