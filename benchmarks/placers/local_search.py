@@ -66,9 +66,11 @@ def _descend(tables: LoadTables, state: LoadState, where: Integers, supported: N
                     supported[item] and state.held[target] + tables.size[item] <= tables.most_bytes
                 )
                 if is_taken:
+                    state.before[:] = state.load
                     shift(tables, state, item, source, target)
                     value = value_now(state)
                     shift(tables, state, item, target, source)
+                    state.load[:] = state.before
                     if value < best:
                         best, best_item, best_target = value, item, target
                         num_moves = 1

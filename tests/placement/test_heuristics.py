@@ -175,6 +175,16 @@ def test_loads_that_follow_moves_are_those_counted_afresh() -> None:
         assert annealing_loops.value_now(state) == pytest.approx(expected)
 
 
+def test_a_huge_time_that_says_cannot_leaves_the_other_times_exact() -> None:
+    def found(huge: float) -> FoundPlacement:
+        nodes = tuple(Node(i, 1 + i % 3 / 3, huge if i % 2 else 3.0) for i in range(20))
+        edges = tuple(Edge(i, i + step, 0.2) for step in (1, 7) for i in range(20 - step))
+        items = items_of(Workload(nodes, edges, 2, 1, 1e9), contiguous=False)
+        return improve(items, Objective.THROUGHPUT, start=None, time_limit_s=1.0, num_moves=5_000)
+
+    assert found(1e18) == found(1e3)
+
+
 def test_greedy_fills_devices_to_the_lowest_level() -> None:
     items = items_of(chain([3, 1, 2, 2, 4], num_accelerators=3), contiguous=True)
     found = greedy(items, Objective.THROUGHPUT)

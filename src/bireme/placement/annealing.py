@@ -14,10 +14,10 @@ _MOVES_PER_PART, _LEAST_MOVES = 600, 6_000
 """In one round."""
 
 _ROUNDS_ALIKE = 8
-"""After so many rounds, the next ones have twice the moves."""
+"""After this number of rounds, the next ones have twice the moves."""
 
 _NUM_BLOCKS = 30
-"""A round is annealed in so many parts; between two of them the clock is looked at."""
+"""The parts of a round; the clock is read after each."""
 
 _SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
 """Squarings of the norm of loads in the first part of each round, and in the last."""
@@ -26,7 +26,7 @@ _DEARER, _CHEAPER = 1.25, 0.9
 """What the price of a byte is multiplied by, after a part that ended without room or with it."""
 
 _PROVEN = 1e-12
-"""Relative: so near the lower bound, only rounding is left."""
+"""Relative: nearer to the lower bound than this, only rounding is left."""
 
 
 class Annealing(ABC):
@@ -48,16 +48,12 @@ class Annealing(ABC):
 
     @property
     def best_value(self) -> float:
-        """What the best placement that fits comes to; infinite where none was met."""
+        """The value of the best placement that fits; infinite if no placement has fit."""
         return float(self.walk.best_value[0])
 
     @abstractmethod
-    def begin(self) -> None:
-        """The slots have been set anew."""
-
-    @abstractmethod
     def anneal(self, heat: Heat, num_moves: int) -> float:
-        """Try so many moves; gives the energy after them."""
+        """Try `num_moves`, from the present slots on; returns the energy after them."""
 
     def run(
         self,
@@ -68,18 +64,18 @@ class Annealing(ABC):
         num_rounds: int | None = None,
         num_moves: int | None = None,
     ) -> None:
-        """Look at all starts, then anneal the better ones, and the best over and over.
+        """Evaluate all starts, then anneal the better ones, and the best placement in every second round.
 
-        It ends after that number of rounds, when the time is over, or at a value that is proven; with
-        `num_moves` after that number of moves, however long they take.
+        The search ends after `num_rounds`, when the time is over, or at a value that is proven; with
+        `num_moves` after about that number of moves, however long they take.
         """
-        ranked = sorted((self._look(start), number) for number, start in enumerate(starts))
+        ranked = sorted((self._energy_of(start), number) for number, start in enumerate(starts))
         # Pieces in a circle are a last resort: from there, annealing only wanders until it is out.
         runs = [number for energy, number in ranked if energy < math.inf]
         starts = [starts[number] for number in runs or range(len(starts))]
         each = max(_LEAST_MOVES, _MOVES_PER_PART * len(self.walk.slots))
         left = math.inf if num_moves is None else num_moves
-        each = int(min(each, -(-left // 4)))
+        each = each if num_moves is None else min(each, -(-num_moves // 4))
         deadline, number = monotonic() + (time_limit_s if num_moves is None else math.inf), 0
         while number != num_rounds and left > 0:
             if monotonic() > deadline or self.best_value <= lower_bound * (1 + _PROVEN):
@@ -91,16 +87,14 @@ class Annealing(ABC):
             left -= each << number // _ROUNDS_ALIKE
             number += 1
 
-    def _look(self, start: Integers) -> float:
+    def _energy_of(self, start: Integers) -> float:
         self.walk.slots[:] = start
-        self.begin()
         return self.anneal(Heat(1.0, 1.0, self._price, _SHARP), 0)
 
     def _round(self, hot: float, num_moves: int, deadline: float) -> None:
-        """Cool down once, by the moves made or the time that is left, whichever is further."""
+        """Cool down once, by the share of the moves or of the time left, whichever is larger."""
         scale = min(self.best_value, self._usual_value) or 1.0
         began, cooled = monotonic(), 0.0
-        self.begin()
         while cooled < 1 - 1e-9:
             warm, cool = (scale * hot * (self.cold / hot) ** at for at in (cooled, cooled + 1 / _NUM_BLOCKS))
             squarings = _SMOOTH if cooled < _SHARP_FROM else _SHARP

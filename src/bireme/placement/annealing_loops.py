@@ -97,7 +97,7 @@ def _below(walk: Walk, count: int) -> int:
 
 @compiled
 def _propose(near: Neighbors, walk: Walk) -> int:
-    """Change some slots; gives how many. The parts are in `moved`, their slots before in `old`."""
+    """Change some slots; returns their number. The parts are in `moved`, their slots before in `old`."""
     slots = walk.slots
     part = target = 0
     kind = (_random(walk) - near.alone) / (1.0 - near.alone)
@@ -215,9 +215,13 @@ def _move_side(near: Neighbors, walk: Walk, part: int, target: int, ahead: bool)
 
 
 @compiled
-def _accepted(walk: Walk, energy: float, changed: float, temperature: float) -> bool:
-    """Whether to stay where a move has led."""
-    return changed <= energy - temperature * math.log(max(_random(walk), 1e-12))
+def _accepted(walk: Walk, heat: Heat, progress: float, energy: float, changed: float) -> bool:
+    """Whether to stay where a move has led, at this share of all moves; the best placement is kept."""
+    temperature = heat.hot * (heat.cold / heat.hot) ** progress
+    stays = changed <= energy - temperature * math.log(max(_random(walk), 1e-12))
+    if stays:
+        _keep_best(walk)
+    return stays
 
 
 @compiled
@@ -258,11 +262,16 @@ class LoadTables(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """What follows from where the items are: pins of each net on each device, loads, bytes held."""
+    """What follows from where the items are: pins of each net on each device, loads, bytes held.
+
+    `before` are the loads before a move. They are put back if it is refused: some times are huge, to say
+    "cannot", and leave nothing of the other times in a sum that they are subtracted from again.
+    """
 
     pins_on: Integers
     load: Floats
     held: Floats
+    before: Floats
 
 
 def tables_of(items: Items, objective: Objective) -> LoadTables:
@@ -290,7 +299,7 @@ def state_of(items: Items, tables: LoadTables, where: Integers) -> LoadState:
     if tables.net_cost.shape[1] == 1:
         load = load.sum(axis=1, keepdims=True)
     held = np.bincount(where, items.size, items.num_devices).astype(np.float64)
-    return LoadState(pins_on, np.ascontiguousarray(load), held)
+    return LoadState(pins_on, np.ascontiguousarray(load), held, np.zeros_like(load, order="C"))
 
 
 @compiled
@@ -362,29 +371,27 @@ def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, heat: Hea
 def anneal_loads(
     near: Neighbors, tables: LoadTables, state: LoadState, walk: Walk, heat: Heat, num_moves: int
 ) -> float:
-    """Move items about, at a falling temperature; the best placement that fits is kept. Gives the energy at
-    the end.
+    """Move items about, at a falling temperature; the best placement that fits is kept. Returns the
+    energy at the end.
     """
     energy = _energy_of_loads(tables, state, walk, heat)
     _keep_best(walk)
-    cooling = (heat.cold / heat.hot) ** (1.0 / max(1, num_moves))
-    temperature = heat.hot
-    for _ in range(num_moves):
-        temperature *= cooling
+    for move in range(num_moves):
         num_moved = _propose(near, walk)
         if num_moved == 0:
             continue
+        state.before[:] = state.load
         for place in range(num_moved):
             item = walk.moved[place]
             shift(tables, state, item, walk.old[place], walk.slots[item])
         changed = _energy_of_loads(tables, state, walk, heat)
-        if _accepted(walk, energy, changed, temperature):
+        if _accepted(walk, heat, (move + 1) / num_moves, energy, changed):
             energy = changed
-            _keep_best(walk)
         else:
             for place in range(num_moved):
                 item = walk.moved[place]
                 shift(tables, state, item, walk.slots[item], walk.old[place])
+            state.load[:] = state.before
             _take_back(walk, num_moved)
     return _energy_of_loads(tables, state, walk, heat)
 
@@ -422,7 +429,7 @@ class _StepTables(NamedTuple):
 
 
 def step_tables(steps: LatencySteps, num_pieces: int) -> _StepTables:
-    """The arrays of these steps, for accelerators of so many pieces."""
+    """The arrays of these steps, for accelerators of `num_pieces`."""
     num_steps, num_slots = len(steps), steps.num_accelerators * num_pieces
     num_jobs = num_steps + num_slots
     return _StepTables(
@@ -499,7 +506,7 @@ def _latency(near: Neighbors, tables: _StepTables, slots: Integers) -> float:
 
 @compiled
 def _count_loads(near: Neighbors, tables: _StepTables, slots: Integers) -> None:
-    """What each slot computes and moves, and the list of its steps."""
+    """Count the seconds of each slot, for computing and moving, and list its steps."""
     accelerator_time, net_source, net_cost = tables.accelerator_time, tables.net_source, tables.net_cost
     user_starts, users, num_slots = tables.user_starts, tables.users, near.num_accelerated
     duration, stamp, first, following = tables.duration, tables.stamp, tables.first, tables.following
@@ -528,7 +535,7 @@ def _count_loads(near: Neighbors, tables: _StepTables, slots: Integers) -> None:
 
 @compiled
 def _count_waiting(near: Neighbors, tables: _StepTables, slots: Integers) -> None:
-    """For how many edges each job waits: a slot waits for the one before it on its accelerator, too."""
+    """Count the edges that each job waits for. A slot also waits for the one before it on its device."""
     num_steps, num_slots = slots.shape[0], near.num_accelerated
     after_starts, after, waiting = near.after_starts, near.after, tables.waiting
     waiting[:] = 0
@@ -572,22 +579,18 @@ def _energy_of_steps(near: Neighbors, tables: _StepTables, walk: Walk, price: fl
 
 @compiled
 def anneal_steps(near: Neighbors, tables: _StepTables, walk: Walk, heat: Heat, num_moves: int) -> float:
-    """Move steps about, at a falling temperature; the best placement that fits is kept. Gives the energy at
-    the end.
+    """Move steps about, at a falling temperature; the best placement that fits is kept. Returns the
+    energy at the end.
     """
     energy = _energy_of_steps(near, tables, walk, heat.price)
     _keep_best(walk)
-    cooling = (heat.cold / heat.hot) ** (1.0 / max(1, num_moves))
-    temperature = heat.hot
-    for _ in range(num_moves):
-        temperature *= cooling
+    for move in range(num_moves):
         num_moved = _propose(near, walk)
         if num_moved == 0:
             continue
         changed = _energy_of_steps(near, tables, walk, heat.price)
-        if _accepted(walk, energy, changed, temperature):
+        if _accepted(walk, heat, (move + 1) / num_moves, energy, changed):
             energy = changed
-            _keep_best(walk)
         else:
             _take_back(walk, num_moved)
     return _energy_of_steps(near, tables, walk, heat.price)

@@ -35,7 +35,7 @@ _LARGEST_NET = 30
 """A net of more items says little about which two of them belong together."""
 
 _USUAL_ITEMS, _MOST_HEAT = 150, 4.0
-"""For so many items temperatures are used as they are; for fewer they are up to so many times higher."""
+"""For this number of items temperatures are used as they are; for fewer they are up to 4 times higher."""
 
 
 def improve(
@@ -50,7 +50,7 @@ def improve(
     """The best placement found in time by annealing, never worse than a start that fits; the order of items
     is not kept.
 
-    With `num_moves` that number of moves is tried, however long it takes, and the result is always the same.
+    With `num_moves` about that number is tried, however long it takes, and the result is always the same.
     The search ends early at a value that is proven to be the best. Raises `BiremeError` if no placement that
     fits was found.
     """
@@ -88,19 +88,15 @@ class _LoadAnnealing(Annealing):
         self.hot, self.cold = (0.15 * heat, 0.03 * heat), 1.5e-3 * heat
         self._items = items
         self._tables = tables_of(items, objective)
-        self.begin()
-
-    def begin(self) -> None:
-        """Count what the placement leads to."""
-        self._state = state_of(self._items, self._tables, self.walk.slots)
 
     def anneal(self, heat: Heat, num_moves: int) -> float:
-        """Try so many moves."""
-        return anneal_loads(self.near, self._tables, self._state, self.walk, heat, num_moves)
+        """As `Annealing` says; loads are counted afresh before, and then followed."""
+        state = state_of(self._items, self._tables, self.walk.slots)
+        return anneal_loads(self.near, self._tables, state, self.walk, heat, num_moves)
 
 
 def _near(items: Items) -> Neighbors:
-    """Items that share a net, but the largest nets, are neighbors."""
+    """Items that share a net are neighbors, unless it is one of the largest nets."""
     before: list[set[int]] = [set() for _ in range(len(items))]
     after: list[set[int]] = [set() for _ in range(len(items))]
     for pins in map(items.pins.row, range(len(items.pins))):
@@ -165,7 +161,7 @@ class Anywhere:
     def annealed(
         self, start: FoundPlacement | None, seconds: float, num_moves: int | None = None
     ) -> FoundPlacement:
-        """What annealing makes of a placement, in so many seconds or moves; bounded by counting work."""
+        """The best placement that annealing finds in these seconds or moves; bounded by counting work."""
         found = improve(
             self.items,
             self.objective,

@@ -25,7 +25,7 @@ from bireme.placement.latency import (
 from bireme.placement.workload import Workload
 
 _CPU = -1
-"""In place of a slot, for all that is on a CPU."""
+"""The slot of all that is on a CPU."""
 
 # The best cut of a line of blocks into pieces, and CPU work between them, if all ran one after the other.
 #
@@ -265,7 +265,7 @@ def _there_and_back(steps: LatencySteps, num_pieces: int, parts: int) -> Integer
 
 
 _NUM_ROUNDS = 12
-"""So often a placement is annealed, from every kind of start in turn, if time allows."""
+"""Rounds of annealing, from every kind of start in turn, if time allows."""
 
 
 def search_latency(
@@ -318,9 +318,6 @@ class _StepAnnealing(Annealing):
         super().__init__(near, float(times.sum()), float(steps.size.sum()), seed)
         self._tables = step_tables(steps, num_pieces)
 
-    def begin(self) -> None:
-        """All is counted afresh for every move."""
-
     def anneal(self, heat: Heat, num_moves: int) -> float:
-        """Try so many moves."""
+        """As `Annealing` says; all is counted afresh for every move."""
         return anneal_steps(self.near, self._tables, self.walk, heat, num_moves)

@@ -136,7 +136,7 @@ class _Graph:
         self._merge([into[cell] for cell in self.cell_of])
 
     def merge_rows(self, num_rows: int) -> None:
-        """Cells of one device in so many neighboring rows of the picture become one."""
+        """Cells of one device in `num_rows` neighboring rows of the picture become one."""
         rows = self._rows()
         keys = [(rows[cell] // num_rows, self.device_of[cell]) for cell in range(len(rows))]
         first: dict[tuple[int, int], int] = {}

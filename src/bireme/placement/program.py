@@ -371,7 +371,7 @@ def _by_order(items: Items, objective: Objective) -> FoundPlacement | None:
 
 @dataclass(frozen=True, slots=True)
 class CutNets:
-    """Nets of as many pins each: their numbers, the columns of their pins, and what a cut of them is.
+    """Nets of equally many pins: their numbers, the columns of their pins, and what a cut of them is.
 
     `pins` is `[net, pin, place]`, `high` and `low` are `[net, place]`, and a cut is their difference. With
     two pins `high` alone is the cut, and `low` has no rows.
