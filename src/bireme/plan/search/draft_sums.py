@@ -35,9 +35,7 @@ class DraftSums:
         """The seconds in which each stage's gradients are encoded and decoded, its tied parameters are summed
         and sites sum with each other, and the bytes of its other gradients.
         """
-        sync_s = self.coding_s(draft)
-        if self.codes_beside(draft):
-            sync_s = [0.0] * len(sync_s)
+        sync_s = [0.0] * draft.outline.num_stages if self.codes_beside(draft) else self.coding_s(draft)
         request, rank_of_stage = self._problem.request, draft.outline.rank_of_stage
         if request.rounds is not None and not request.rounds.averages:
             round_s = self._round_s(draft)
@@ -117,7 +115,7 @@ class DraftSums:
     def _coded_s(
         self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0, is_slowest: bool = True
     ) -> list[float]:
-        """The seconds to encode this share of each stage's gradients, and to decode so many messages."""
+        """The seconds to encode this share of each stage's gradients, and to decode `num_decoded` messages."""
         problem, outline = self._problem, draft.outline
         costs = self._works.of(draft, outline.sizes[0]).costs
         found = []
@@ -168,7 +166,7 @@ class DraftSums:
         return found
 
     def rounds(self, draft: Draft, of_stages: Sequence[float]) -> list[HopBytes]:
-        """The rings of all ranks, each with its like in the other sites, in which so much is sent."""
+        """The rings of each rank with its counterparts in the other sites, which send these bytes."""
         width = self._problem.request.site_width(draft.outline.width)
         return [
             HopBytes(row[member::width], num_bytes)
