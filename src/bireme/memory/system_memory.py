@@ -134,7 +134,7 @@ def check_can_map() -> None:
 
 
 def give_back_heap() -> None:
-    """Have the C library give back to the system what was freed, where it can; it keeps most of it else."""
+    """Have the C library give freed memory back to the system, if it can; without this it keeps most."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:  # glibc alone has it
         trim(0)
@@ -156,7 +156,7 @@ def reserve(num_bytes: int) -> int:
 
 
 def map_nothing(address: int, num_bytes: int) -> None:
-    """Take away what is mapped there; the addresses stay reserved, and who uses them ends by a signal."""
+    """Take away what is mapped there; the addresses stay reserved, and using them kills the process."""
     _mapped(address, num_bytes, _NO_ACCESS, _NOTHING | _FIXED, -1, 0)
 
 
@@ -169,7 +169,7 @@ def map_file(
     is_shared: bool = True,
     populates: bool = True,
 ) -> None:
-    """Map a part of a file there. What is written goes to the file only where it is shared.
+    """Map a part of a file there. Writes go to the file only if the mapping is shared.
 
     With `populates` all its memory is there at once, rather than page by page at the first use.
     """

@@ -23,7 +23,7 @@ _SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
 """Squarings of the norm of loads in the first part of each round, and in the last."""
 
 _DEARER, _CHEAPER = 1.25, 0.9
-"""What the price of a byte is multiplied by, after a part that ended without room or with it."""
+"""Factors of the price of a byte, after a part that ended without enough memory or with it."""
 
 _PROVEN = 1e-12
 """Relative: nearer to the lower bound than this, only rounding is left."""
@@ -99,7 +99,7 @@ class Annealing(ABC):
             warm, cool = (scale * hot * (self.cold / hot) ** at for at in (cooled, cooled + 1 / _NUM_BLOCKS))
             squarings = _SMOOTH if cooled < _SHARP_FROM else _SHARP
             self.anneal(Heat(warm, cool, self._price, squarings), -(-num_moves // _NUM_BLOCKS))
-            # Annealing goes along the boundary of what fits: to where the price keeps it from both sides.
+            # The price keeps annealing near the placements that just fit.
             price = self._price * (_DEARER if self.walk.outcome[1] > 0 else _CHEAPER)
             self._price = min(max(price, self._usual_price / 100), self._usual_price * 1000)
             now = monotonic()

@@ -1,7 +1,7 @@
-"""The compiled loops of annealing: how moves are drawn, what they lead to, and which are kept.
+"""The compiled loops of annealing: how moves are drawn, their effects, and which of them are kept.
 
 Two searches use them: for the loads of devices (`anywhere.py`) and for a short latency (`latency_search.py`).
-They are in one file, since numba keeps what it has compiled until the file of the outermost loop changes.
+They are in one file, since numba keeps a compiled loop until the file of the outermost loop changes.
 Random numbers come from a state that is handed over, so a seed means the same with and without numba.
 
 A *slot* is a piece of an accelerator: slot `s` is piece `s % num_pieces` of accelerator `s // num_pieces`.
@@ -23,11 +23,11 @@ _LONGEST_WINDOW = 24
 """Parts that follow each other in number and are moved together, or on a walk through a slot, at most."""
 
 _TRIES = 12
-"""Parts that are looked at to find one with a neighbor elsewhere."""
+"""Parts that are tried to find one with a neighbor elsewhere."""
 
 
 class Neighbors(NamedTuple):
-    """What moves together, and which parts are close to each other.
+    """The parts that move together, and those that are neighbors.
 
     Parts of one `family` share a device; where `can_accelerate` is false, no accelerator takes the family.
     `before` and `after` are the neighbors of lower and of higher numbers, in rows as in `Ragged`.
@@ -52,7 +52,7 @@ class Neighbors(NamedTuple):
 class Walk(NamedTuple):
     """Where the parts are, and the best placement that was met: its value is `best_value[0]`.
 
-    `outcome` has the value of the present placement and the bytes that it lacks. `moved` are the parts of the
+    `outcome` has the value of the present placement and its missing bytes. `moved` are the parts of the
     move that is tried, `old` the slots they came from, `marks` those that have been moved. `random[0]` is the
     state of the random numbers.
     """
@@ -169,7 +169,7 @@ def _set(walk: Walk, part: int, target: int, num_moved: int) -> int:
 
 @compiled
 def _move(near: Neighbors, walk: Walk, part: int, target: int, num_moved: int) -> int:
-    """Move a part, and all of its family where it comes to another device."""
+    """Move a part, and all of its family if it goes to another device."""
     family = near.family[part]
     on_accelerator = target < near.num_accelerated
     if on_accelerator and not near.can_accelerate[family]:
@@ -245,7 +245,7 @@ def _take_back(walk: Walk, num_moved: int) -> None:
 
 
 class LoadTables(NamedTuple):
-    """What does not change while items move.
+    """Tables that stay the same while items move.
 
     `time` is by kind of device (0 accelerator, 1 CPU), item and column; loads have two columns where forward
     and backward count apart, else one. Rows of `nets` are as in `Ragged`.
@@ -262,7 +262,7 @@ class LoadTables(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """What follows from where the items are: pins of each net on each device, loads, bytes held.
+    """The state that follows from a placement: pins of each net on each device, loads, bytes held.
 
     `before` are the loads before a move. They are put back if it is refused: some times are huge, to say
     "cannot", and leave nothing of the other times in a sum that they are subtracted from again.
@@ -304,7 +304,7 @@ def state_of(items: Items, tables: LoadTables, where: Integers) -> LoadState:
 
 @compiled
 def shift(tables: LoadTables, state: LoadState, item: int, source: int, target: int) -> None:
-    """Follow an item from one device to another."""
+    """Update the state for an item that goes from one device to another."""
     for end in range(2):
         device, change = (target, 1) if end else (source, -1)
         on_accelerator = device < tables.num_accelerators
@@ -327,7 +327,7 @@ def shift(tables: LoadTables, state: LoadState, item: int, source: int, target: 
 
 @compiled
 def value_now(state: LoadState) -> float:
-    """What the loads come to: the largest of each column, added."""
+    """The value of the loads: the sum of the largest of each column."""
     value = 0.0
     for column in range(state.load.shape[1]):
         most = 0.0
@@ -339,7 +339,7 @@ def value_now(state: LoadState) -> float:
 
 @compiled
 def lacking(tables: LoadTables, state: LoadState) -> float:
-    """The bytes that accelerators hold too much."""
+    """The bytes above the memory of accelerators."""
     total = 0.0
     for device in range(tables.num_accelerators):
         total += max(0.0, state.held[device] - tables.most_bytes)
@@ -348,7 +348,7 @@ def lacking(tables: LoadTables, state: LoadState) -> float:
 
 @compiled
 def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, heat: Heat) -> float:
-    """The norms of the columns of loads, and the price of the bytes that lack."""
+    """The norms of the columns of loads, and the price of missing bytes."""
     walk.outcome[0], walk.outcome[1] = value_now(state), lacking(tables, state)
     total = heat.price * walk.outcome[1]
     for column in range(state.load.shape[1]):
@@ -408,7 +408,7 @@ direction.
 
 
 class _StepTables(NamedTuple):
-    """The arrays of some `LatencySteps` that do not change, and room for what the loops count."""
+    """The arrays of some `LatencySteps`, which do not change, and scratch memory of the loops."""
 
     accelerator_time: Floats
     cpu_time: Floats
@@ -454,7 +454,7 @@ def step_tables(steps: LatencySteps, num_pieces: int) -> _StepTables:
 
 @compiled
 def _latency(near: Neighbors, tables: _StepTables, slots: Integers) -> float:
-    """When one sample is through with these slots; `_CIRCLE` where it never is."""
+    """When one sample is done with these slots; `_CIRCLE` if it never is."""
     # Arrays are taken out of tuples before loops: each time, numba counts another reference.
     num_steps, num_slots, num_pieces = slots.shape[0], near.num_accelerated, near.num_pieces
     cpu_time, after_starts, after = tables.cpu_time, near.after_starts, near.after
@@ -556,9 +556,7 @@ def _count_waiting(near: Neighbors, tables: _StepTables, slots: Integers) -> Non
 
 @compiled
 def _energy_of_steps(near: Neighbors, tables: _StepTables, walk: Walk, price: float) -> float:
-    """The latency, a little for loads, and a price for bytes that lack; infinite where pieces wait in a
-    circle.
-    """
+    """The latency, a little for loads, and a price for missing bytes; infinite if pieces wait in a circle."""
     slots, used, size, num_slots = walk.slots, tables.used, tables.size, near.num_accelerated
     used[:] = 0.0
     for step in range(slots.shape[0]):

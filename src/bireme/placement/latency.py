@@ -37,7 +37,7 @@ class _LatencyReport:
     """When a sample, each node and each device are done; an idle device is done at 0.
 
     Where pieces wait for each other, `reason` is a sentence that says so, the latency is infinite, and no
-    finish is told.
+    finish is given.
     """
 
     latency: float
@@ -49,7 +49,7 @@ class _LatencyReport:
 def latency_of(
     workload: Workload, devices: Sequence[int], pieces: Sequence[int] | None = None
 ) -> _LatencyReport:
-    """When one sample is through, with node `i` on device `devices[i]` and there in piece `pieces[i]`.
+    """When one sample is done, with node `i` on device `devices[i]` and there in piece `pieces[i]`.
 
     The devices must be able to take their nodes, which `check.py` checks. Without pieces, the nodes of each
     accelerator are cut into as few as paths through them allow; see `pieces_of`.
@@ -152,7 +152,7 @@ def _room(workload: Workload) -> float:
 
 
 class NodeOrder:
-    """Who needs whom over some edges, by place, and an order in which all could run."""
+    """Producers and consumers of each node over some edges, by place, and an order in which all could run."""
 
     def __init__(self, workload: Workload, edges: Iterable[Edge]) -> None:
         places = {node.id: place for place, node in enumerate(workload.nodes)}

@@ -81,7 +81,7 @@ def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> 
 
 
 _GRADIENT_S = 37e-6
-"""What each gradient takes in a sum through a codec however few its values are, on one core of that Xeon: of
+"""Seconds of each gradient in a sum through a codec besides those of its values, on one core of that Xeon: of
 a GPT with 101 gradients of 4,200 values each in the mean, and four replicas.
 """
 
@@ -89,7 +89,7 @@ a GPT with 101 gradients of 4,200 values each in the mean, and four replicas.
 def sum_coding_s(
     sums: SumCost, gradient_bytes: float, num_replicas: int, rates: Sequence[CodecRate] = ()
 ) -> float:
-    """The seconds in which a replica encodes so many bytes of gradients and decodes the messages of all.
+    """The seconds in which a replica encodes its bytes of gradients and decodes the messages of all.
     Parts in few bits, and sums of parts, are together no more than the messages of two.
     """
     codec = sums.codec

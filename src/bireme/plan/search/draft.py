@@ -204,11 +204,11 @@ class Draft:
         return _paged(self, is_brief=is_brief, estimates=estimates)
 
     def resident_program(self, num_batches: int | None = None) -> Program:
-        """The same without paging; in so many batches if that is given."""
+        """The same without paging; in `num_batches` if that is given."""
         return _gathered(self, num_batches) if self.whole_weights else self.ungathered_program(num_batches)
 
     def ungathered_program(self, num_batches: int | None = None) -> Program:
-        """The same without what sharing weights takes; in so many batches if that is given."""
+        """The same without what sharing weights takes; in `num_batches` if that is given."""
         usual = (
             _LOOPED if self.paging is not None else _DRAINING if self.rule is Rule.SYNCHRONOUS else _FLOWING
         )

@@ -115,7 +115,7 @@ class DraftSums:
     def _coded_s(
         self, draft: Draft, sums: SumCost, *, num_decoded: int, share: float = 1.0, is_slowest: bool = True
     ) -> list[float]:
-        """The seconds to encode this share of each stage's gradients, and to decode `num_decoded` messages."""
+        """The seconds to encode this share of each stage's gradients and to decode `num_decoded` messages."""
         problem, outline = self._problem, draft.outline
         costs = self._works.of(draft, outline.sizes[0]).costs
         found = []
