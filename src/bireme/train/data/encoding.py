@@ -453,7 +453,7 @@ def tokenized(
     if kept is not None:
         return kept
     what = f"The tokens of {source.origin} cannot be cached in {folder}"
-    with system_errors(what, "Named a writable folder in BIREME_CACHE."):
+    with system_errors(what, "Name a writable folder in BIREME_CACHE."):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     with lock:
