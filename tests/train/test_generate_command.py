@@ -2,9 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 from functools import partial
-from io import StringIO
+from io import FileIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bireme.model.weights import materialize
 from bireme.runtime.token_line import SCORES, ModelPart, TokenLine, continued
 from bireme.train import generating
 from bireme.train.data.tokenizer import load_tokenizer
-from bireme.train.generating import Choice, Generated, WritingStyle, writer_of
+from bireme.train.generating import Choice, Generated, Terminal, WritingStyle, writer_of
 from bireme.train.model import RunModel
 from bireme.train.subject import (
     CapturedPart,
@@ -95,6 +96,20 @@ class Said:
         if what == "piece":
             self.pieces.append(told)
         return self._left[0] if self._left else None
+
+
+def test_a_line_that_is_typed_for_processes_that_were_killed_goes_to_those_after_them() -> None:
+    """Both threads read standard input: the first one got the line, and its process was gone."""
+    out, into = os.pipe()
+    terminal, found = Terminal([], is_chat=False, as_json=True, _input=FileIO(out)), list[str | None]()
+    threads = [threading.Thread(target=lambda: found.append(terminal("prompt"))) for _ in range(2)]
+    for one in threads:
+        one.start()
+    os.write(into, b"typed\n")
+    os.close(into)
+    for one in threads:
+        one.join(patience_s())
+    assert found == ["typed", "typed"]
 
 
 def generating_by(folder: Path, *words: str) -> Any:

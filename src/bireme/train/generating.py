@@ -6,6 +6,7 @@ other model runs as captured units without a cache, so each token takes a forwar
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -104,6 +105,12 @@ given again until its text is written.
 """
 
 
+_READING = threading.Lock()
+"""Held while a prompt is read: the thread that answers a process may still read when that process was killed
+and the next one asks.
+"""
+
+
 @dataclass(slots=True)
 class Terminal:
     """Prompts of the command line, or if there are none those of the lines of standard input, and their texts
@@ -119,8 +126,11 @@ class Terminal:
 
     def __call__(self, what: str, *words: Any) -> Any:
         """The answer to a question."""
-        acts: dict[str, Ask] = {"prompt": self._prompt, "piece": self._piece, "written": self._written}
-        return acts[what](*words)
+        acts: dict[str, Ask] = {"piece": self._piece, "written": self._written}
+        if what != "prompt":
+            return acts[what](*words)
+        with _READING:
+            return self._prompt()
 
     def _prompt(self) -> str | None:
         if self._asked is not None:
