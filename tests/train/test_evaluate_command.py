@@ -276,6 +276,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["model", "--data", "nothing.txt"], "has no text in it"),
     (["model", "--data", "short.txt", "--set", "data.tokenizer=nowhere"], "There is no tokenizer 'nowhere'"),
     (["model", "--data", "nowhere.txt"], "There is no file or folder 'nowhere.txt'"),
+    (["model", "--data", "nowhere.txt", "--machines", "2"], "There is no file or folder 'nowhere.txt'"),
     (["model", "--data", "ids.npy"], "holds the token id 300, but the model has 257 tokens"),
     (["model", "--data", "texts", "--length", "64"], "Set data.length to 32"),
     (["model", "--data", "texts", "--workers", "9"], "has 6 units, which are too few for 9 processes"),

@@ -121,8 +121,8 @@ def evaluate(
     sets = [*(set_ or ()), *own]
     from bireme.cli.coordinate import coordinate_work
     from bireme.report.terminal import progress_bar
+    from bireme.train.evaluating import check_data, evaluate_with_others
     from bireme.train.evaluating import evaluate as evaluated
-    from bireme.train.evaluating import evaluate_with_others
     from bireme.train.shared_model import is_on_machines
     from bireme.train.subject import subject_of
 
@@ -135,7 +135,8 @@ def evaluate(
             evaluate_with_others(model, sets, data, batches, ask)
         elif machines or listen:
             if not is_on_machines(model):
-                subject_of(model, sets, tell)
+                with progress_bar("loading the model") as progress:
+                    check_data(subject_of(model, sets, tell), data, batches, progress)
             given = {"data": data, "batches": batches}
             words = [f"--{name}={value}" for name, value in given.items() if value is not None]
             coordinate_work(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
 from bireme.errors import BiremeError, Progress, tell
@@ -35,6 +36,7 @@ from bireme.train.data.tokenizer import Tokenizer
 from bireme.train.data.viewing import sample_notes
 from bireme.train.machines import machines_here
 from bireme.train.model import RunModel
+from bireme.train.rendezvous import Announcements
 from bireme.train.run_data import data_of, tokenizer_name, with_length_of_data
 from bireme.train.run_file import RunFile
 from bireme.train.shared_model import ModelWork, launched, shared_world, use_device
@@ -382,6 +384,12 @@ def evaluate(
     }
 
 
+def check_data(subject: Subject, data: str | None, most_batches: int | None, progress: Progress) -> None:
+    """Refuse data that `evaluate` would refuse, before other machines are asked for."""
+    job = _job(subject, data, most_batches, progress)
+    _found(job, RunModel.of(job.run, 1), progress)
+
+
 def _num_tokens(samples: Samples) -> int | None:
     """The tokens of all samples, without padding but with those that no sample has room for."""
     counts = [
@@ -493,13 +501,20 @@ def _measure(world: World | None, job: _Job, progress: Progress | None = None) -
     device = device_of_process(job.device, 0) if world is None else world.device
     assert job.graph is not None, "it was captured before"
     model, graph = RunModel.of(job.run, 1), load_graph(job.graph)
-    sets = _sets(job, _found(job, model).training)
+    sets, read = _sets(job, _found(job, model).training), job.subject.weights(model, graph)
+
+    def weights(names: Sequence[str]) -> Mapping[str, Tensor]:
+        found = read(names)
+        if world is not None:  # only messages have a time limit: another rank may read for longer
+            Announcements(world.store).gather("loaded", None, world.rank, world.size)
+        return found
+
     pipeline = ForwardPipeline(
         graph,
         world,
         num_stages=job.num_stages,
         num_microbatches=max(job.subject.num_microbatches, job.num_stages),
-        weights=job.subject.weights(model, graph),
+        weights=weights,
         device=device,
         cuts=None if world is None else _cuts(graph, world),
     )

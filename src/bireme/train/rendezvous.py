@@ -229,6 +229,11 @@ class Announcements:
         until(lambda: self.is_said(name))
         return json.loads(self._store.get(name))
 
+    def gather(self, name: str, what: Any, rank: int, size: int) -> list[Any]:
+        """What each of `size` ranks says under this name, by rank, once all have said it."""
+        self.say(f"{name}/{rank}", what)
+        return [self.hear(f"{name}/{other}") for other in range(size)]
+
     def count_in(self, name: str) -> int:
         """Be one more who has done something, and learn how many have."""
         return int(self._store.add(name, 1))

@@ -86,8 +86,7 @@ class ModelFiles:
         self._world, self._text = world, text
         self._talk, self._folders = Announcements(world.store), MachineFolders()
         node = os.environ.get("GROUP_RANK") or host_name()
-        self._talk.say(f"node/{world.rank}", node)
-        nodes = [self._talk.hear(f"node/{rank}") for rank in range(world.size)]
+        nodes = self._talk.gather("node", node, world.rank, world.size)
         self._first, self._firsts = nodes.index(node), sorted({nodes.index(one) for one in nodes})
         path = Path(text).expanduser()
         self._own = RunFolder(path if RunFolder(path).is_begun else own_runs() / path.name)
@@ -179,7 +178,10 @@ def device_for(run: RunFile, place: int) -> torch.device:
 
 
 def use_device(world: World, run: RunFile) -> None:
-    """Have this process compute on its GPU, if it has one and the run may use it."""
+    """Have this process compute on its GPU, if it has one and the run may use it, and wait for the others as
+    long as the run allows.
+    """
+    world.timeout_s = run.cluster.timeout_s
     world.device = device_for(run, int(os.environ.get("LOCAL_RANK", world.rank)))
     use(world.device)
 

@@ -29,6 +29,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good,
 from bireme.train.export import ABOUT, exported_length, exported_step
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
+from bireme.train.rendezvous import Announcements
 from bireme.train.resume_checks import base_of_checkpoint, check_same_base
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import toml_value
@@ -101,9 +102,8 @@ def places_of(world: World) -> list[PartPlace]:
     sharing = 1 if world.device.type == "cpu" else num_accelerators()
     own = room_on(world.device) / max(1.0, world.num_local / sharing)
     speed = reading_speed(world.device) if world.num_local < world.size else 1.0
-    world.store.set(f"place/{world.rank}", f"{own} {speed}")
-    found = [world.store.get(f"place/{rank}").decode().split() for rank in range(world.size)]
-    return [PartPlace(float(room), float(speed)) for room, speed in found]
+    found = Announcements(world.store).gather("place", (own, speed), world.rank, world.size)
+    return [PartPlace(*one) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
