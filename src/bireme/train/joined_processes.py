@@ -194,9 +194,10 @@ class JoinedProcesses:
             while True:
                 what, *words = talk.recv()
                 try:
-                    talk.send(self._answer(what, *words))
-                except BiremeError as error:
-                    talk.send(error)
+                    found = self._answer(what, *words)
+                except (BiremeError, BrokenPipeError) as error:  # the reader of the output has enough
+                    found = error
+                talk.send(found)
 
     def _answer(self, what: str, *words: Any) -> object:
         """The answer to a question."""
@@ -375,6 +376,6 @@ class Attended:
             found = self._talk.recv()
         except (EOFError, OSError):
             raise BiremeError("`bireme join` on this machine has ended.") from None
-        if isinstance(found, BiremeError):
+        if isinstance(found, Exception):
             raise found
         return found
