@@ -2,7 +2,7 @@
 
 A docstring has sections after its text: `Arguments:`, `Options:`, and panels of options under their titles. A
 line of a section describes a parameter of the function: its name; in brackets, the words of the command line
-if they are not the name's own, and what to call the value; and the help text.
+if they differ from the name, and the name of the value; and the help text.
 
     Options:
         time_limit (SECONDS): Time limit of the search.
@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -30,9 +30,7 @@ _WORDS = re.compile(r"((?:-\S+(?:, |$| ))*)(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a docstring has of a parameter. `words` are those of the command line, `value` what to call its
-    value.
-    """
+    """The description of a parameter: its `words` on the command line, and the name of its `value` there."""
 
     section: str
     words: tuple[str, ...]
@@ -53,31 +51,23 @@ def described(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb with the descriptions of its parameters in their types, where typer looks for them."""
     text, found = read(verb.__doc__ or "")
     known = read(options.__doc__ or "")[1] | found
-    signature = inspect.signature(verb, eval_str=True)
-
-    @wraps(verb)
-    def command(*arguments: Any, **named: Any) -> None:
-        verb(*arguments, **named)
-
-    parameters = [_typed(one, known) for one in signature.parameters.values()]
-    assert found.keys() <= signature.parameters.keys(), "each line of a section is about a parameter"
-    own: Any = command
-    own.__doc__ = text
-    own.__signature__ = signature.replace(parameters=parameters)
-    own.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
+    parameters = inspect.signature(verb, eval_str=True).parameters
+    assert found.keys() <= parameters.keys(), "each line of a section is about a parameter"
+    verb.__annotations__ = {name: _type_of(one, known) for name, one in parameters.items()}
+    verb.__doc__ = text
+    return verb
 
 
-def _typed(parameter: inspect.Parameter, known: dict[str, Described]) -> inspect.Parameter:
+def _type_of(parameter: inspect.Parameter, known: dict[str, Described]) -> Any:
     if parameter.annotation is typer.Context:
-        return parameter
+        return parameter.annotation
     kind, more = parameter.annotation, dict[str, Any]()
     if get_origin(kind) is Annotated:
         kind, more = get_args(kind)
     found = known[parameter.name]
-    if parameter.default is False and not found.words:  # nobody needs words to switch off what is off
+    if parameter.default is False and not found.words:  # typer would add --no-NAME
         found = replace(found, words=(f"--{parameter.name.replace('_', '-')}",))
-    return parameter.replace(annotation=Annotated[kind, found.info(**more)])
+    return Annotated[kind, found.info(**more)]
 
 
 def read(docstring: str) -> tuple[str, dict[str, Described]]:
