@@ -81,6 +81,11 @@ def test_a_folder_writes_what_transformers_writes(
     assert shown.out == f"{PROMPT}{found['text']}\n"
     assert "12 tokens, the first one after " in shown.err
     assert f" tokens/s; {found['by']}, on cpu" in shown.err
+    # A model that needs several GPUs has several processes.
+    monkeypatch.setattr(generating, "num_gpus_for", lambda _run, _num_bytes: 2)
+    monkeypatch.setattr(generating, "num_accelerators", lambda: 2)
+    result = bireme(capsys, "generate", str(folder))
+    assert (result.status, "Several processes read no prompts" in result.err) == (2, True)
 
 
 class Said:

@@ -268,8 +268,9 @@ def generate(
     answer = Terminal([], chat, as_json)
     ask, is_coordinated = _asks(workers, machines, listen, answer), bool(machines or listen)
     is_read = not prompts or (ask is not None and "-" in prompts)
-    if is_read and (workers not in (None, 1) or (ask is answer and os.environ["RANK"] == "0")):
-        raise BiremeError("Several processes read no prompts from standard input. Give the prompts.")
+    none_read = BiremeError("Several processes read no prompts from standard input. Give the prompts.")
+    if is_read and ask is answer and os.environ["RANK"] == "0":
+        raise none_read
     texts = [sys.stdin.read().removesuffix("\n") if one == "-" else one for one in prompts or ()]
     answer.prompts, sets = texts, list(set_ or ())
     style = WritingStyle(tokens, temperature, seed, chat, top_p)
@@ -282,6 +283,8 @@ def generate(
                 subject = subject_of(model, sets, tell)
                 writer = writer_of(subject, style, texts, progress, 2 if is_coordinated else workers)
             if not is_coordinated:
+                if is_read and writer.count > 1:
+                    raise none_read
                 writer.write(answer)
                 return
             if writer.graph is not None:  # which reads as much as the longest text has

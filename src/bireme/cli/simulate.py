@@ -35,7 +35,7 @@ COSTS = (
     *("message_bytes", "weight_bytes", "optimizer_bytes", "stash_bytes"),
 )
 NOUNS = ("costs", "source", "compare", *COSTS)
-"""Options of which one or more stand for the model and the machines of a run."""
+"""Options that replace the model and the machines of a run: any of them does."""
 OFFLOADING = "Offloading, with given costs and memory.device"
 """The panel of options that only a limited device needs."""
 OF_A_SCHEDULE = ("stages_per_rank", "slices", "lookahead", "sweep")

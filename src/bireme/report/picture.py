@@ -58,7 +58,7 @@ def write_picture(timeline: Timeline, path: Path) -> None:
 
 
 def check_suffix(path: Path, known: Sequence[str]) -> str:
-    """The suffix of a file. Refuses one of which no picture can be."""
+    """The suffix of a file. Refuses a suffix that is not among the `known` ones."""
     suffix = path.suffix.lower()
     if suffix not in known:
         kind = f"ends in {path.suffix}" if suffix else "has no ending"
@@ -251,7 +251,7 @@ class _View:
         return self.room.at(offset)
 
     def height(self, num_bytes: float) -> float:
-        """How high so many bytes are among them."""
+        """The height of `num_bytes` in pixels."""
         return self.room.start - self.y(num_bytes)
 
     def left_out(self) -> list[MemoryBlock]:

@@ -414,7 +414,7 @@ class _Job(ModelWork):
     device: str = "cpu"
 
     def with_batch(self, size: int) -> "_Job":
-        """The same with batches of so many samples, which go through the model at once."""
+        """The same with batches of `size` samples, which go through the model at once."""
         run = self.run.with_keys("training", batch_size=size)
         return replace(self, run=run, subject=replace(self.subject, num_microbatches=1))
 

@@ -200,8 +200,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writing(ModelWork):
-    """The work of all processes: to write with a model of so much `context`, with the ids that its tokenizer
-    knows. `cuts` are those of the run's plan, None if the processes divide the model by their memory.
+    """The work of all processes. The model has a context of `context` tokens, its tokenizer `num_tokens` ids.
+    `cuts` are those of the run's plan, None if the processes divide the model by their memory.
     """
 
     style: WritingStyle

@@ -1,5 +1,5 @@
-"""A model for processes that torchrun or `bireme join` has started on several machines: each machine has what
-it lacks of it from the others.
+"""A model for processes that torchrun or `bireme join` has started on several machines. Each machine fetches
+the files that it lacks from the others.
 
     rank 0                                     the first rank of each other machine
     which checkpoint, who has its files ◀───── the address at which it serves its folder of the run
@@ -95,7 +95,7 @@ class ModelFiles:
             self._talk.say(f"folder/{world.rank}", asdict(self._folders.served(self._own.path)))
 
     def close(self) -> None:
-        """Serve nothing more."""
+        """Stop serving folders."""
         self._folders.close()
 
     def find(self, sets: Sequence[str], tell: Tell) -> Subject:

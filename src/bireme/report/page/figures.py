@@ -65,7 +65,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """A stage, predicted and measured; None is what nobody knows. `units` are its first and its last unit,
+    """A stage, predicted and measured; an unknown figure is None. `units` are its first and its last unit,
     `bytes` the parts of the memory that was predicted.
     """
 
