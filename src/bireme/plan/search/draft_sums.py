@@ -71,7 +71,7 @@ class DraftSums:
         for stage, rank in enumerate(outline.rank_of_stage):
             num_coders = 0 if codec.kind is SumKind.DENSE else draft.widths[stage]
             last = bucket_bytes(of_ranks[rank], num_coders)
-            # Coded sums of parts are sent when all parts are.
+            # Sums of parts are sent after their parts, the last of them after the backward.
             most = 0.5 if codec.is_cut(draft.widths[stage]) else 1.0
             found.append(most * max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
         return tuple(found)
