@@ -8,7 +8,7 @@ from time import monotonic
 import numpy as np
 
 from bireme.placement.annealing_loops import Heat, Neighbors, Walk
-from bireme.placement.contraction import Integers
+from bireme.placement.contraction import SLACK, Integers
 
 _MOVES_PER_PART, _LEAST_MOVES = 600, 6_000
 """In one round."""
@@ -24,9 +24,6 @@ _SMOOTH, _SHARP, _SHARP_FROM = 3, 6, 0.5
 
 _DEARER, _CHEAPER = 1.25, 0.9
 """Factors of the price of a byte, after a part that ended without enough memory or with it."""
-
-_PROVEN = 1e-12
-"""Relative: nearer to the lower bound than this, only rounding is left."""
 
 
 class Annealing(ABC):
@@ -78,7 +75,7 @@ class Annealing(ABC):
         each = each if num_moves is None else min(each, -(-num_moves // 4))
         deadline, number = monotonic() + (time_limit_s if num_moves is None else math.inf), 0
         while number != num_rounds and left > 0:
-            if monotonic() > deadline or self.best_value <= lower_bound * (1 + _PROVEN):
+            if monotonic() > deadline or self.best_value <= lower_bound * (1 + SLACK):
                 return
             again = self.best_value < math.inf and number % 2
             start = self.walk.best if again or number // 2 >= len(starts) else starts[number // 2]

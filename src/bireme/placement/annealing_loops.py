@@ -217,7 +217,7 @@ def _move_side(near: Neighbors, walk: Walk, part: int, target: int, ahead: bool)
 @compiled
 def _accepted(walk: Walk, heat: Heat, progress: float, energy: float, changed: float) -> bool:
     """Whether to stay where a move has led, at this share of all moves; the best placement is kept."""
-    temperature = heat.hot * (heat.cold / heat.hot) ** progress
+    temperature: float = heat.hot * (heat.cold / heat.hot) ** progress
     stays = changed <= energy - temperature * math.log(max(_random(walk), 1e-12))
     if stays:
         _keep_best(walk)
