@@ -26,7 +26,8 @@ def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is(
     slot_bytes: int, monkeypatch: pytest.MonkeyPatch, *, moves: bool
 ) -> None:
     if not moves:
-        monkeypatch.setattr(system_memory, "_can_move", lambda: False)
+        monkeypatch.setattr(system_memory, "_can_move", lambda: True)
+        monkeypatch.setattr(system_memory, "_MOVED", 1 << 6)  # the call fails
     memory = HostChunks(2, slot_bytes, poisons=True)
     one, other = AddressRange(memory, 2), AddressRange(memory, 1)
     memory.map(one.chunk(1), 0)

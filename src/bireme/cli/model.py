@@ -127,7 +127,12 @@ def evaluate(
     from bireme.train.subject import subject_of
 
     def answer(_what: str, found: dict[str, Any]) -> None:
-        _show_figures(found, as_json=as_json)
+        for warning in found["warnings"]:
+            tell(warning)
+        if as_json:
+            print_json(found)
+        else:
+            _show(found)
 
     ask = _asks(workers, machines, listen, answer)
     with _failures():
@@ -186,15 +191,6 @@ def _failures(before: str = "") -> Iterator[None]:
     except RankFailed as error:
         typer.echo(f"{before}bireme: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def _show_figures(found: dict[str, Any], *, as_json: bool) -> None:
-    for warning in found["warnings"]:
-        tell(warning)
-    if as_json:
-        print_json(found)
-    else:
-        _show(found)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -113,8 +113,7 @@ def meet_hosts(
     if rank != own.launcher(number):
         return None
     coordinator = _started_coordinator(own, number, folder)
-    talk.say(f"coordinator/{number}", [own_address(), coordinator.port])
-    heard = [talk.hear(f"coordinator/{one}") for one in range(len(own.parts))]
+    heard = talk.gather("coordinator", [own_address(), coordinator.port], number, len(own.parts))
     hosts = tuple((str(address), int(port)) for address, port in heard)
     if own.copies:
         talk.say(f"keeper/{number}", asdict(keeper.started(folder.load_run())))

@@ -339,8 +339,7 @@ class _Joined:
         has_cuda = own.local_rank < num_accelerators()
         node, num_cuda = own.node or host_name(), num_accelerators()
         member = LaunchedProcess(own.rank, node, host_name(), has_cuda, num_cuda, self._keeper.address)
-        self._talk.say(f"member/{own.rank}", _MEMBER.dump_python(member))
-        told = (self._talk.hear(f"member/{rank}") for rank in range(own.size))
+        told = self._talk.gather("member", _MEMBER.dump_python(member), own.rank, own.size)
         return [*map(_MEMBER.validate_python, told)]
 
     def _lead(self, show: Show) -> RunSetup | None:

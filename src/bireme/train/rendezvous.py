@@ -230,7 +230,7 @@ class Announcements:
         return json.loads(self._store.get(name))
 
     def gather(self, name: str, what: Any, rank: int, size: int) -> list[Any]:
-        """What each of `size` ranks says under this name, by rank, once all have said it."""
+        """What each of `size` ranks, or hosts by number, says under this name, once all have said it."""
         self.say(f"{name}/{rank}", what)
         return [self.hear(f"{name}/{other}") for other in range(size)]
 

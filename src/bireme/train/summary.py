@@ -9,6 +9,7 @@ from typing import Any
 from bireme.bounds import bytes_text, rate_text
 from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Cluster
+from bireme.documents import plain
 from bireme.errors import BiremeError
 from bireme.model.units import units_of
 from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample
@@ -149,7 +150,7 @@ def summary_of(
     busy = [one.own.busy_share for one in outcomes if one.own.busy_share is not None]
     found = {
         "steps": own.steps,
-        **{name: _finite(getattr(own, name)) for name in _FIGURES},
+        **{name: plain(getattr(own, name)) for name in _FIGURES},
         "predicted_batch_s": None if forecast is None else forecast.batch_s,
         "measured_batch_s": own.batch_s,
         "predicted_bubble": None if forecast is None else 1 - forecast.busy_share,
@@ -258,10 +259,6 @@ def _diverged(own: Outcome) -> list[str]:
         for name, value in losses.items()
         if value is not None and not math.isfinite(value)
     ]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _stages(prepared: PreparedRun, outcomes: list[Outcome]) -> list[dict[str, Any]]:
