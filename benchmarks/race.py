@@ -12,7 +12,7 @@ Settings: unshaped, 1gbit, 100mbit-20ms, 100mbit-slow-host.
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -44,7 +44,9 @@ def rows_of(results: Results, setting: str, target: float) -> list[dict[str, Any
     for name in dict.fromkeys(one["contender"] for one in runs):
         own = [one for one in runs if one["contender"] == name]
         curves = [curve_of(one) for one in own]
-        reached = [found for curve in curves if (found := crossing(curve, target)) is not None]
+        found = {one["seed"]: crossing(curve, target) for one, curve in zip(own, curves, strict=True)}
+        reached = {seed: crossed for seed, crossed in found.items() if crossed is not None}
+        most = len(reached) * 2 > len(own)
         ends = [curve[-1] for curve in curves]
         sent = [end.card_bytes / end.step for end in ends if end.card_bytes is not None]
         rows.append(
@@ -52,8 +54,9 @@ def rows_of(results: Results, setting: str, target: float) -> list[dict[str, Any
                 "contender": name,
                 "seeds": len(own),
                 "reached": len(reached),
-                "seconds": median(found[1] for found in reached) if len(reached) * 2 > len(own) else None,
-                "steps": median(found[0] for found in reached) if len(reached) * 2 > len(own) else None,
+                "seconds": median(seconds for _, seconds in reached.values()) if most else None,
+                "seconds_by_seed": {seed: round(seconds, 2) for seed, (_, seconds) in reached.items()},
+                "steps": median(steps for steps, _ in reached.values()) if most else None,
                 "step_s": median(end.seconds / end.step for end in ends),
                 "kB_a_step": median(sent) / 1e3 if sent else None,
                 "loss_when_the_first_arrives": None,
@@ -88,26 +91,36 @@ def tuning_rows(results: Results, budget: Limits) -> Iterator[dict[str, Any]]:
 
 def verdicts(setting: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
     """The goals, as far as contenders have reached the loss."""
-    seconds = {row["contender"]: row["seconds"] for row in rows if row["seconds"] is not None}
-    rivals = [seconds[one.name] for one in RIVALS if one.name in seconds]
-    own, times = seconds.get(CHOSEN), "the best rival's seconds, of Bireme's"
-    if own is None:
+    reached = {row["contender"]: row["seconds_by_seed"] for row in rows if row["seconds"] is not None}
+    if CHOSEN not in reached:
         return
-    if rivals:
-        yield at_most(f"{setting}: seconds of Bireme, of the best rival's", own / min(rivals), MOST_SLOWER)
+    rivals = _times([one.name for one in RIVALS], reached)
+    if rivals is not None:
+        yield at_most(f"{setting}: seconds of Bireme, of the best rival's", 1 / rivals, MOST_SLOWER)
+        what = f"{setting}: the best rival's seconds, of Bireme's"
         if setting == FAR:
-            yield at_least(f"{setting}: {times}", min(rivals) / own, LEAST_OF_ALL)
+            yield at_least(what, rivals, LEAST_OF_ALL)
         if setting == SLOW_HOST:
-            yield at_least(f"{setting}: {times}", min(rivals) / own, LEAST_SLOW_HOST)
-    pipelines = [seconds[name] for name in PIPELINES if name in seconds]
-    if setting == FAR and pipelines:
-        yield at_least(
-            f"{setting}: the best pipeline's seconds, of Bireme's", min(pipelines) / own, LEAST_OF_PIPELINES
-        )
-    hand = [seconds[one.name] for one in HAND if one.name in seconds]
-    if hand:
+            yield at_least(what, rivals, LEAST_SLOW_HOST)
+    pipelines = _times(PIPELINES, reached)
+    if setting == FAR and pipelines is not None:
+        yield at_least(f"{setting}: the best pipeline's seconds, of Bireme's", pipelines, LEAST_OF_PIPELINES)
+    hand = _times([one.name for one in HAND], reached)
+    if hand is not None:
         what = f"{setting}: seconds as chosen, of the best Bireme by hand"
-        yield at_most(what, own / min(own, *hand), MOST_FROM_HAND)
+        yield at_most(what, max(1.0, 1 / hand), MOST_FROM_HAND)
+
+
+def _times(names: Sequence[str], reached: Mapping[str, Mapping[int, float]]) -> float | None:
+    """How many times as long as Bireme the best of these contenders takes, by the medians of the seeds that
+    both have run; None if there is no such seed.
+    """
+    found = []
+    for name in names:
+        own = reached[CHOSEN]
+        if seeds := own.keys() & reached.get(name, {}).keys():
+            found.append(median(reached[name][seed] for seed in seeds) / median(own[seed] for seed in seeds))
+    return min(found, default=None)
 
 
 def options(parser: ArgumentParser) -> None:

@@ -66,16 +66,27 @@ def test_rows_have_medians_over_seeds_and_the_fastest_first(tmp_path: Path) -> N
     assert rows["diloco"]["reached"] == 0
 
 
+def row(name: str, *seconds: float) -> dict[str, Any]:
+    return {
+        "contender": name,
+        "seconds": seconds[0] if seconds else None,
+        "seconds_by_seed": dict(enumerate(seconds)),
+    }
+
+
 def test_goals_are_judged_by_who_has_reached_the_loss() -> None:
-    rows = [{"contender": name, "seconds": seconds} for name, seconds in ((CHOSEN, 10.0), ("diloco", 16.0))]
-    found = {one.name: one for one in verdicts(FAR, [*rows, {"contender": "torch-1f1b", "seconds": None}])}
+    rows = [row(CHOSEN, 10.0), row("diloco", 16.0), row("torch-1f1b")]
+    found = {one.name: one for one in verdicts(FAR, rows)}
     assert len(found) == 2
     assert all(one.ok for one in found.values())
-    assert not [*verdicts(FAR, [{"contender": CHOSEN, "seconds": None}])]
-    slower = [
-        *verdicts(FAR, [{"contender": CHOSEN, "seconds": 10.0}, {"contender": "diloco", "seconds": 9.0}])
-    ]
+    assert not [*verdicts(FAR, [row(CHOSEN)])]
+    slower = [*verdicts(FAR, [row(CHOSEN, 10.0), row("diloco", 9.0)])]
     assert not any(one.ok for one in slower)
+
+
+def test_goals_compare_the_seeds_that_both_have_run() -> None:
+    rows = [row(CHOSEN, 10.0, 30.0, 30.0), row("diloco", 16.0)]
+    assert {one.value for one in verdicts(FAR, rows)} == {1.6, 1 / 1.6}
 
 
 def test_what_a_file_has_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
