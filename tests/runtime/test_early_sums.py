@@ -41,11 +41,10 @@ class _Batch:
         slots = Slots({name: (size,) for name, size in SIZES.items()})
         self.arena = Arena(slots, torch.float32, torch.device("cpu"))
         self.given = torch.randn(len(self.arena.flat), generator=torch.Generator().manual_seed(seed))
-        places = {name: (0, slot.begin, slot.shape) for name, slot in slots.items()}
         held: set[str] = set()
         assert reducer.arrivals is not None
-        self.arrivals = reducer.arrivals(places, [self.arena.flat], held)
         views = dict(self.arena.views)
+        self.arrivals = reducer.arrivals(views, [self.arena.flat], held)
         self.gradients = BatchGradients(views, held, [self.arena.flat], arrivals=self.arrivals)
 
     def come(self, names: Iterable[str]) -> None:

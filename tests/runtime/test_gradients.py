@@ -60,7 +60,7 @@ def test_a_backward_that_fails_leaves_no_gradient_on_a_leaf() -> None:
         raise RuntimeError
     assert leaves["w"].grad is None
     torch.autograd.backward(leaves["w"].square().sum())
-    assert leaves["w"].grad is not None  # no hook is left that would move it
+    assert leaves["w"].grad is not None  # nothing moves it now
 
 
 def test_gradients_computed_apart_are_added_without_being_kept() -> None:

@@ -5,7 +5,7 @@ leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a t
 the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from types import TracebackType
@@ -289,7 +289,7 @@ class GradientSums:
     replica's parts of those in `views` that replicas add up as they come, if any do.
     """
 
-    __slots__ = ("arenas", "held", "memory", "parts", "source", "streams", "views", "whole_views")
+    __slots__ = ("arenas", "held", "hooks", "memory", "parts", "source", "streams", "views", "whole_views")
 
     def __init__(
         self,
@@ -297,9 +297,11 @@ class GradientSums:
         names: Sequence[str],
         memory: ArenaAllocator,
         source: Callable[[], ArenaAllocator],
+        hooks: "_LeafHooks",
         parts: GradientParts | None = None,
     ) -> None:
         self.arenas = tuple(arenas)
+        self.hooks = hooks
         self.parts = parts
         self.memory, self.source = memory, source
         views = {name: view for arena in arenas for name, view in arena.views.items()}
@@ -385,6 +387,7 @@ class GradientPool:
         """By who gave their memory."""
         self._of_batch: dict[int, GradientSums] = {}
         """The sums of the batches under way."""
+        self._hooks = _LeafHooks()
         self._num_sets = 0
         self._set_bytes = sum(parameter_group.num_bytes for parameter_group in self._parameter_groups)
 
@@ -412,14 +415,14 @@ class GradientPool:
         groups = [(group.slots, group.dtype) for group in self._parameter_groups]
         if sharers is None:
             arenas = [Arena(slots, dtype, device, memory) for slots, dtype in groups]
-            return GradientSums(arenas, self._names, memory, source)
+            return GradientSums(arenas, self._names, memory, source, self._hooks)
         is_apart = [not self._summed_apart.isdisjoint(slots) for slots, _ in groups]
         whole = [Arena(slots, dtype, device) for slots, dtype in compress(groups, is_apart)]
         in_parts = [not one for one in is_apart]
         lent = [LentArena(slots, dtype, device) for slots, dtype in compress(groups, in_parts)]
         own = GradientParts(lent, [*compress(self.parts, in_parts)], device, memory, sharers)
         self._set_bytes = sum(arena.num_bytes for arena in whole) + own.num_bytes
-        return GradientSums([*whole, *lent], self._names, memory, source, own)
+        return GradientSums([*whole, *lent], self._names, memory, source, self._hooks, own)
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
@@ -448,29 +451,35 @@ class GradientPool:
         return self._num_sets * (self._set_bytes + self._most_stream_bytes)
 
 
+class _Lent:
+    """Where gradients go that come in the backward that runs now."""
+
+    __slots__ = ("arrivals", "sums")
+
+    def __init__(self) -> None:
+        self.sums: GradientSums | None = None
+        self.arrivals: Arrivals | None = None
+
+
 class _Lending:
     """Lends sums to leaves and takes them back; a generator would cost several times as much.
 
     Autograd allocates the gradient of a leaf that has no sum. It is moved into the arena as soon as it is
-    there, so no more than one gradient lies outside at a time.
+    there, so no more than one gradient lies outside at a time. The hooks that do so stay on the leaves: to
+    register them for each backward costs as much as a tenth of the backward of a small model.
     """
 
-    __slots__ = ("_arrivals", "_hooks", "_leaves", "_sums")
+    __slots__ = ("_arrivals", "_leaves", "_sums")
 
     def __init__(self, sums: GradientSums, leaves: Mapping[str, Tensor], arrivals: Arrivals | None) -> None:
-        self._sums = sums
-        self._leaves = leaves
-        self._arrivals = arrivals
-        self._hooks: list[Any] = []
+        self._sums, self._leaves, self._arrivals = sums, leaves, arrivals
 
     def __enter__(self) -> None:
-        leaves, held, arrivals = self._leaves, self._sums.held, self._arrivals
-        for name, view in self._sums.views.items():
-            if name in held:
-                leaves[name].grad = view
-            if name not in held or arrivals is not None:
-                come = partial(_come, self._sums, name, arrivals)
-                self._hooks.append(leaves[name].register_post_accumulate_grad_hook(come))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        sums, leaves = self._sums, self._leaves
+        lent = sums.hooks.on(leaves, sums.views)
+        lent.sums, lent.arrivals = sums, self._arrivals
+        for name in sums.held:
+            leaves[name].grad = sums.views[name]
 
     def __exit__(
         self,
@@ -478,21 +487,42 @@ class _Lending:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        lent = self._sums.hooks.lent
+        lent.sums = lent.arrivals = None
         for name in self._sums.views:
             self._leaves[name].grad = None
 
 
-def _come(sums: GradientSums, name: str, arrivals: Arrivals | None, leaf: Tensor) -> None:
+class _LeafHooks:
+    """The hooks of a stage's leaves, which take gradients to what is `lent`."""
+
+    def __init__(self) -> None:
+        self.lent = _Lent()
+        self._leaves: list[Mapping[str, Tensor]] = []
+        """Those that have hooks, of every bank."""
+
+    def on(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> _Lent:
+        """Have hooks on the leaves of these names."""
+        if not any(known is leaves for known in self._leaves):
+            self._leaves.append(leaves)
+            for name in names:
+                come = partial(_come, self.lent, name)  # which does not keep the leaves
+                leaves[name].register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self.lent
+
+
+def _come(lent: _Lent, name: str, leaf: Tensor) -> None:
     """A gradient is there; note it if it is final. A leaf's first one of a batch is moved into its place."""
-    assert leaf.grad is not None, "the hook is called when a gradient has come"
-    if leaf.grad.is_sparse:
-        raise BiremeError(
-            f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its embedding with "
-            "sparse=False."
-        )
+    sums, arrivals = lent.sums, lent.arrivals
+    if sums is None:
+        return
     if name not in sums.held:
+        assert leaf.grad is not None, "the hook is called when a gradient has come"
+        if leaf.grad.is_sparse:
+            raise BiremeError(
+                f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its embedding "
+                "with sparse=False."
+            )
         leaf.grad = sums.views[name].copy_(leaf.grad)
         sums.held.add(name)
     if arrivals is not None:

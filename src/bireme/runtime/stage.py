@@ -25,7 +25,7 @@ from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
 from bireme.sync.arrivals import Arrivals
-from bireme.sync.exchange import BatchGradients, FlatViews, Parts, PieceNorms
+from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
 from bireme.sync.reducer import ArrivalsOf, Reduced, Reduction
 
 # A batch on one rank, from its first forward to its last update: all that is known of it so far.
@@ -151,10 +151,6 @@ class _BatchEnd:
             held |= part.whole.held
             if part.whole.streams is not None:
                 streams |= part.whole.streams.streams
-        coming = None
-        if arrivals is not None:
-            in_flats = {name: view for name, view in views.items() if name not in summed_apart}
-            coming = arrivals(FlatViews.of(in_flats, flats).slots, flats, held)
         norms = [self.norms[stage] for stage in sorted(self.norms)]
         self.gradients = BatchGradients(
             views,
@@ -166,7 +162,7 @@ class _BatchEnd:
             cuts=cuts,
             owned=owned,
             owned_flats=owned_flats,
-            arrivals=coming,
+            arrivals=None if arrivals is None else arrivals(views, flats, held),
         )
         return self.gradients
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from bireme.codec.sum_description import DENSE
 from bireme.errors import BiremeError
-from bireme.sync.arrivals import Arrivals, FlatPlace, buckets_of
+from bireme.sync.arrivals import Arrivals, Bucket, buckets_of
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
     BatchGradients,
+    FlatViews,
     PieceNorms,
     SentBytes,
     piece_norms,
@@ -100,8 +101,8 @@ whatever thread sums them up.
 """
 
 
-ArrivalsOf = Callable[[Mapping[str, FlatPlace], Sequence[Tensor], set[str]], Arrivals]
-"""Makes the arrivals of a batch from the places of its gradients, their flats, and the names held so far."""
+ArrivalsOf = Callable[[Mapping[str, Tensor], Sequence[Tensor], set[str]], Arrivals]
+"""Makes the arrivals of a batch from its gradients, the flats that they lie in, and the names held so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +232,8 @@ class GroupReducer(Reducer):
         super().__init__(control, counted, device)
         self._bell = Bell() if overlaps else None
         self.arrivals = self._arrivals if overlaps else None
+        self._buckets: dict[tuple[int, ...], Sequence[Bucket]] = {}
+        """By the addresses of flats, which are used again for later batches."""
         self._replicas: Group = replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self.summed_apart = self._tied.keys()
@@ -288,15 +291,19 @@ class GroupReducer(Reducer):
         if self._bell is not None:
             self._bell.close()
 
-    def _arrivals(self, places: Mapping[str, FlatPlace], flats: Sequence[Tensor], held: set[str]) -> Arrivals:
+    def _arrivals(self, views: Mapping[str, Tensor], flats: Sequence[Tensor], held: set[str]) -> Arrivals:
         def check() -> None:
             if self._is_closed:
                 raise RuntimeError("the reducer was closed before a batch was over")
 
         assert self._bell is not None, "it overlaps"
-        num_coders = 0 if self._sums.codec == DENSE else self._replicas.size
-        least_bytes = bucket_bytes(sum(flat.nbytes for flat in flats), num_coders)
-        return Arrivals(buckets_of(places, flats, least_bytes), held, self._bell, check)
+        key = tuple(flat.data_ptr() for flat in flats)
+        if key not in self._buckets:
+            num_coders = 0 if self._sums.codec == DENSE else self._replicas.size
+            least_bytes = bucket_bytes(sum(flat.nbytes for flat in flats), num_coders)
+            in_flats = {name: view for name, view in views.items() if name not in self.summed_apart}
+            self._buckets[key] = buckets_of(FlatViews.of(in_flats, flats).slots, flats, least_bytes)
+        return Arrivals(self._buckets[key], held, self._bell, check)
 
     def _check_usable(self, batch: int) -> None:
         if self._error is not None:
