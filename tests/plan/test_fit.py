@@ -131,10 +131,17 @@ def test_without_time_the_first_plan_that_fits_with_offloading_is_the_answer() -
     assert any("bandwidth" in words for words in found.untried)
 
 
-def test_what_shares_the_memory_of_its_host_offloads_nothing_to_it() -> None:
-    found = answer("gpt2-xl", "jetson-orin-nano")
+@pytest.mark.parametrize("machine", ["jetson-orin-nano", "laptop:8GB"])
+def test_what_shares_the_memory_of_its_host_offloads_nothing_to_it(machine: str) -> None:
+    """A CPU whose memory is given in the catalogue once offloaded to a host with more."""
+    found = answer("gpt2-xl", machine)
     assert found.rows[0].candidate is None
     assert any("offloading" in words for words in found.no_help)
+
+
+def test_machines_that_differ_in_the_memory_of_their_hosts_have_a_row_each() -> None:
+    rows = answer("gpt2", "rtx3060:6GB+100MB, rtx3060:6GB+16GB, rtx3060:6GB+16GB").rows
+    assert [row.words for row in rows[:-1]] == ["rtx3060:6GB+100MB", "rtx3060:6GB+16GB"]
 
 
 def test_a_host_that_is_too_small_is_no_help() -> None:

@@ -102,7 +102,8 @@ def catalogue() -> Mapping[str, CatalogueDevice]:
                 source=group["source"],
                 attained=(group["attained"][0], group["attained"][1]),
                 attained_source=group["attained_source"],
-                shares_host=group.get("shares_host", not {"gib", "gb"} & figures.keys()),
+                shares_host=group["kind"] == "cpu"
+                or group.get("shares_host", not {"gib", "gb"} & figures.keys()),
             )
     return found
 

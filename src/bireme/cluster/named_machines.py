@@ -128,7 +128,7 @@ def _machine(text: str) -> NamedMachine:
     num_bytes = device.memory_bytes if memory is None else _bytes(memory, f"The memory of {device.word}")
     share = UNIFIED_SHARE if device.kind == "mps" else 1.0
     host_bytes = 0 if host is None else _bytes(host, f"The host memory of {device.word}")
-    size = "" if memory is None else f":{memory}"
+    size = ("" if memory is None else f":{memory}") + ("" if host is None else f"+{host}")
     words = f"{count}× {device.word}{size}" if count and int(count) > 1 else f"{device.word}{size}"
     return NamedMachine(words, device, int(count or 1), round(share * num_bytes), host_bytes)
 

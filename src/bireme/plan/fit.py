@@ -149,8 +149,13 @@ def fit(question: FitQuestion, *, within_s: float) -> Fit:
     known = list(rows)
     for place in range(len(rows))[::-1]:
         least = min(map(_cost, known))
-        if rows[place].candidate is None and planners[place].least_cost() < least:
-            known[place] = planners[place].offloaded(rows[place], max(_SEARCHED * left_s(), 0.0))
+        planner = planners[place]
+        if rows[place].candidate is not None or not planner.can_offload or planner.least_cost() >= least:
+            continue
+        if least == math.inf or left_s() > within_s / 2:
+            known[place] = planner.offloaded(rows[place], max(_SEARCHED * left_s(), 0.0))
+        else:
+            known[place] = replace(rows[place], is_stopped=True)
     row = rows[-1] = _with_devices_left_out(known)
     no_help += [_OFFLOADING] if row.candidate is None else []
     planner = planners[-1]
@@ -173,7 +178,9 @@ def _with_devices_left_out(rows: list[MachinesFit]) -> MachinesFit:
     """The answer for all machines: that of one of them, if it is faster alone."""
     best = min(reversed(rows), key=_cost)
     fits = any(row.fits for row in rows)
-    return replace(best, words=rows[-1].words, num_devices=rows[-1].num_devices, fits=fits)
+    is_stopped = any(row.is_stopped for row in rows)
+    words, num_devices = rows[-1].words, rows[-1].num_devices
+    return replace(best, words=words, num_devices=num_devices, fits=fits, is_stopped=is_stopped)
 
 
 def _cost(row: MachinesFit) -> float:
@@ -185,6 +192,9 @@ _HELPS = 1.02
 
 HOST_BYTES = 128 * 2**30
 """The memory of a host for each of its devices, if none is given."""
+
+_NO_HOST = 1
+"""Bytes of a host with nothing to offload to: 0 would mean that they are not known."""
 
 _SEARCHED = 0.6
 """The share of the time in which plans that offload are searched if nothing else fits."""
@@ -208,6 +218,7 @@ class _Planner:
     def __init__(self, question: FitQuestion) -> None:
         self.question = question
         self._fits = False
+        self.can_offload = any(_host_bytes(one) > _NO_HOST for one in question.machines.machines)
         self.devices = {one.device.word: one.device for one in question.machines.machines}
         likely = {word: one.likely_attained for word, one in self.devices.items()}
         self.profile, self.cluster = self._costs(
@@ -352,17 +363,14 @@ class _Planner:
         """The best plan under a schedule, or under any of those that are tried."""
         tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
         names = tried if schedule is None else (schedule,)
-        found = [
-            find_plan(
-                self.profile,
-                cluster,
-                replace(request, schedule=name),
-                is_brief=True,
-                advises=False,
-                compares=False,
+        found: list[Answer | NothingFits] = []
+        for name in names:
+            asked = replace(request, schedule=name)
+            found.append(
+                find_plan(self.profile, cluster, asked, is_brief=True, advises=False, compares=False)
             )
-            for name in names
-        ]
+            if isinstance(found[-1], NothingFits):
+                break  # no schedule takes less memory than 1f1b
         fitting = [one for one in found if isinstance(one, Answer)]
         return min(fitting, key=lambda one: one.best.forecast.cost_s_per_sample, default=found[0])
 
@@ -407,7 +415,7 @@ class _Planner:
 def _host_bytes(machine: NamedMachine) -> int:
     """The memory of a machine to offload to: as good as none if its devices have all there is."""
     if machine.device.shares_host:
-        return machine.host_bytes or 1
+        return machine.host_bytes or _NO_HOST
     return machine.host_bytes or machine.count * HOST_BYTES
 
 
@@ -431,7 +439,7 @@ def _notes(question: FitQuestion, row: MachinesFit) -> Iterator[str]:
     for one in {one.words: one for one in question.machines.machines}.values():
         usual = one.device.memory_bytes
         if 0 < usual < one.memory_bytes:
-            _, size = one.words.split(":")
+            size = one.words.partition(":")[2].partition("+")[0]
             yield (
                 f"{one.words} counts with {size} on the device, which is sold with {bytes_text(usual)}. The "
                 f"memory of its host follows a plus sign: {one.device.word}+{size}."

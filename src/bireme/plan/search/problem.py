@@ -134,11 +134,15 @@ class PlanningProblem:
         """How many units the merged chain has."""
         return len(self.bounds) - 1
 
-    @cached_property
+    @property
     def is_overfull(self) -> bool:
         """Whether one copy of the model's state is more than all devices hold, so that no plan fits."""
+        return self.is_too_small(self.devices)
+
+    def is_too_small(self, devices: Iterable[int]) -> bool:
+        """Whether one copy of the model's state is more than some devices hold."""
         state_bytes = float(self.whole(self.sizes[0]).bytes.state[0, -1])
-        return state_bytes > sum(self.limits[device] for device in self.devices)
+        return state_bytes > sum(self.limits[device] for device in devices)
 
     @property
     def batches(self) -> range:
