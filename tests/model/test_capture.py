@@ -160,6 +160,30 @@ def test_torch_s_transformers_are_captured_with_a_causal_mask_and_without_its_fl
     assert torch.allclose(found["loss"], model(**inputs), rtol=1e-12)
 
 
+class Counting(nn.Module):
+    """Counts whole numbers, and leaves autocast off, as experts of transformers and their adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            scores = self.layer(x)
+        chosen = scores.argmax(-1)
+        counts = torch.histc(chosen.float() if x.device.type == "cpu" else chosen.int(), 3, min=0, max=2)
+        loss: torch.Tensor = (scores.mean(0) * counts.to(scores.dtype)).sum()
+        return loss
+
+
+def test_a_graph_of_the_meta_device_counts_on_the_cpu() -> None:
+    with torch.device("meta"):
+        graph = capture(Counting(), {"x": torch.zeros(2, 4)})
+    model, x = Counting(), torch.randn(5, 4)
+    found = StageFunction(graph, units_of(graph))(dict(model.named_parameters()), {}, {"x": x})
+    assert torch.equal(found["loss"], model(x))
+
+
 class Flattening(nn.Module):
     """The batch disappears into another axis, comes back, and meets a number of the model's own."""
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from bireme.errors import BiremeError
 from bireme.model.convert import converted, tensors_within
 from bireme.model.graph import Graph
-from bireme.model.torch_private import EXPORT, as_in_capture, masks_as_given
+from bireme.model.torch_private import EXPORT, as_in_capture, calls_without_numbers
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """What the module is called with: by name, or by position."""
@@ -89,7 +89,7 @@ class Whole(torch.nn.Module):
     def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the module, and then the loss."""
         extra = _switched_off(self.model)
-        with masks_as_given():
+        with calls_without_numbers(), _CountsOnAnyDevice():
             if isinstance(inputs, dict):
                 taken = inputs if self.loss is None else _taken(self.model, inputs)
                 returned = self.model(**taken, **extra)
@@ -100,6 +100,20 @@ class Whole(torch.nn.Module):
             named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
         self.note(named)
         return tuple(named.values())
+
+
+class _CountsOnAnyDevice(TorchFunctionMode):
+    """`torch.histc` counts as floats: of integers only GPUs have it, and a graph from the meta device runs on
+    CPUs too. The experts of transformers count their tokens with it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func if func is not torch.histc or args[0].is_floating_point() else _histogram
+        return result(*args, **(kwargs or {}))
+
+
+def _histogram(values: Tensor, *bounds: Any, **more: Any) -> Tensor:
+    return torch.histc(values.double(), *bounds, **more).to(values.dtype)
 
 
 def _switched_off(model: torch.nn.Module) -> dict[str, bool]:

@@ -5,7 +5,7 @@ take what is here, under names that say what it is for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -70,22 +70,33 @@ def as_in_capture() -> Iterator[None]:
 
 
 @contextmanager
-def masks_as_given() -> Iterator[None]:
-    """A context in which torch's transformers do not compare the numbers of a mask with a causal one's.
+def calls_without_numbers() -> Iterator[None]:
+    """A context in which models run that would look at numbers, or ask torch about the meta device.
 
-    They compare to choose a faster kernel if no `is_causal` is given. Without the comparison they apply the
-    mask, which gives the same result. Hold `EXPORT`: the function is replaced for the whole process.
+    Torch's transformers compare a mask with a causal one's to choose a faster kernel if no `is_causal` is
+    given; without the comparison they apply the mask, with the same result. `torch.autocast` knows no meta
+    device, not even to be off there, as adapters of experts ask. Hold `EXPORT`: this is for all threads.
     """
-    name = "_detect_is_causal_mask"
-    before = getattr(transformer, name, None)
-    if before is None:  # a torch that does not compare
+    with ExitStack() as stack:
+        for owner, name, other in (
+            (
+                transformer,
+                "_detect_is_causal_mask",
+                lambda _mask, is_causal=None, _size=None: is_causal is True,
+            ),
+            (torch, "autocast", _autocast),
+        ):
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, other)
         yield
-        return
-    setattr(transformer, name, lambda _mask, is_causal=None, _size=None: is_causal is True)
-    try:
-        yield
-    finally:
-        setattr(transformer, name, before)
+
+
+_AUTOCAST = torch.autocast
+
+
+def _autocast(device_type: str, *given: Any, **more: Any) -> Any:
+    return nullcontext() if device_type == "meta" else _AUTOCAST(device_type, *given, **more)
 
 
 def cpp_compiler() -> str | None:
