@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bireme.runtime.pipeline import Pipeline
-from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.snapshot import Snapshot, joined
 from tests.support.engine_parity import ALL, DELAYED, FLUSH, Setting, pipeline_of, plan_for
 from tests.support.small_models import Batch, Model, token_batches
 from tests.support.thread_transport import ThreadFabric
@@ -103,15 +103,16 @@ def test_so_it_is_with_bfloat16_banks_and_every_optimizer(schedule: str, optimiz
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh"])
-def test_a_part_goes_on_from_what_was_trained_alone(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "shard"), [("2bw", "weights"), ("2bw-fresh", "none")])
+def test_a_part_goes_on_from_what_was_trained_alone(schedule: str, shard: str) -> None:
     model = tiny_text(dropout=0.3, freeze=("tokens.*", "layers.1.*", "*.bias"))
     frozen = {state.name for state in model.graph.parameters if not state.trainable}
-    setting, data = Setting(plan_for(schedule), clip_norm=0.5), token_batches(8, 7)
+    setting = Setting(plan_for(schedule, width=2), clip_norm=0.5, shard=shard)
+    data = token_batches(16, 7)
     whole = train(model, setting, data, but=frozen)
     saved = together(whole)
-    assert {name.partition("/")[2] for name in saved.tensors if name.startswith("weights/")} == {
+    names = joined(saved.tensors)
+    assert {name.partition("/")[2] for name in names if name.startswith("weights/")} == {
         state.name for state in model.graph.parameters if state.trainable
     }
     rest = train(model, setting, data[TAKEN_BEHIND:], saved)

@@ -182,7 +182,7 @@ def load_stage(stage: Stage, saved: Mapping[str, Tensor], *, version: int, repli
     banks = stage.banks
     saved = joined(saved)
     # Of what replicas share, there may be this one's pieces alone.
-    trained = set(banks.trainable if banks.shared is None else banks.shared.part_of)
+    trained = {name for name in banks.trainable if banks.shared is None or name in banks.shared.part_of}
     newest = {
         name: saved[key] for name in banks.names if (key := f"{_WEIGHTS}/{name}") in saved or name in trained
     }
