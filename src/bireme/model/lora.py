@@ -184,8 +184,9 @@ def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     except (ValueError, TypeError, NotImplementedError) as error:  # what peft raises for what it cannot adapt
         reason = str(error).strip().partition("\n")[0].rstrip(".")
+        remedy = "Set model.lora.dropout = 0, or name" if "lora_dropout" in reason else "Name"
         raise BiremeError(
-            f"No adapter can be added to {type(model).__name__}: {reason}. Name modules that are linear "
+            f"No adapter can be added to {type(model).__name__}: {reason}. {remedy} modules that are linear "
             "layers, embeddings or convolutions in model.lora.targets."
         ) from error
     for name, module in model.named_modules() if lora.use_dora else ():
