@@ -301,9 +301,10 @@ class _Joined:
         if len(set(names)) < len(names):
             names = [f"{name} ({number})" for number, name in enumerate(names)]
         own = folders[rank]
-        places = [place for place, each in enumerate(orders.places) if folders[each] == own]
-        first = tuple((0, place) for place in places[:1])
-        if orders.hosts is not None:
+        if orders.hosts is None:
+            places = [place for place, each in enumerate(orders.places) if folders[each] == own]
+            first = tuple((0, place) for place in places[:1])
+        else:
             is_own = self.node == own
             parts = orders.hosts.parts[self.node]
             first = tuple((one.replica, one.ranks[0]) for one in parts if is_own or own not in one.hosts)
@@ -475,7 +476,11 @@ class _Joined:
         if self._environment.rank != self.here[0] or not run.data.private:
             return {}
         servers = servers_of_places(load_plan(folder.plan).plan, read_cluster(folder.cluster))
-        own = {server for server, place in zip(servers, orders.places, strict=True) if place in self.here}
+        places = [place for place, rank in enumerate(orders.places) if rank in self.here]
+        if orders.hosts is not None:  # the ranks of a host are not processes of this world
+            depth, parts = orders.hosts.settings.num_stages, orders.hosts.parts[self.node]
+            places = [one.replica * depth + stage for one in parts for stage in one.ranks]
+        own = {servers[place] for place in places}
         model = RunModel.of(run, 1)
         owned = sorted(own & run.data.private.keys())
         return census_of(run, model, load_graph(folder.graph), data_of(run, model), owned)
