@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.machines.phases import PhaseForecast, PhaseProgress, PhaseRules, RunPhases
+from bireme.machines.phases import FIRST_COST_S, PhaseForecast, PhaseProgress, PhaseRules, RunPhases
 
 RULES = PhaseRules(least=2, most=3, wait_s=5.0, patience_s=10.0, needs_all=True, steps=1000)
 NAMES = "abcde"
@@ -380,6 +380,32 @@ def test_a_quorum_that_stands_still_without_lost_machines_is_followed_by_those_t
     story.progress(21, batch_s=0.4)
     story.lose("bc")
     story.turn(11.0)
+    assert story.phases.phases_of("a")[0].end == ""
+    story.turn(1.0)
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.end(1, a=-9)
+    assert story.trains == (2, "a")
+
+
+def test_a_quorum_that_loses_a_machine_while_it_is_prepared_is_prepared_again() -> None:
+    """Its processes wait for each other, so that no step would ever come."""
+    story = Story(replace(RULES, needs_all=False), machines="abc")
+    story.lose("c")
+    story.turn(9.0)
+    assert story.phases.phases_of("a")[0].end == ""  # only its line may be lost
+    story.turn(1.0)
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.end(1, a=-9, b=-9)
+    assert story.trains == (2, "ab")
+
+
+def test_a_quorum_that_loses_too_many_machines_before_its_first_step_is_prepared_again() -> None:
+    """It may load for long, so that the time counts from the loss on."""
+    story = Story(replace(RULES, needs_all=False), machines="abc")
+    story.phases.note_ready(1, PhaseForecast(1.0))
+    story.turn(500.0)
+    story.lose("bc")
+    story.turn(3 * FIRST_COST_S - 1.0)
     assert story.phases.phases_of("a")[0].end == ""
     story.turn(1.0)
     assert story.phases.phases_of("a")[0].end == "kill"

@@ -471,15 +471,22 @@ class RunPhases:
             self._prepare(for_slow=True)
 
     def _needs_all(self, phase: RunPhase) -> bool:
-        return self.rules.needs_all and not (phase.forecast and phase.forecast.survives)
+        """Whether a phase cannot go on without one of its machines. While it is prepared, each is needed."""
+        if phase.forecast is None:
+            return self.rules.needs_all or phase.step is None
+        return self.rules.needs_all and not phase.forecast.survives
 
     def _stands_still(self, phase: RunPhase, now_s: float) -> bool:
         """Whether too few machines must be left: no new step has come for the patience, and for longer than
-        ever.
+        ever. Before the first step, the time is compared with the cost of a switch, from the last loss on.
         """
-        least_s = max(_STILL_TIMES * phase.gap_s, _STILL_BATCHES * (phase.batch_s or 0.0))
-        limit_s = max(self.rules.patience_s, least_s)
-        return phase.step is not None and now_s - phase.moved_s >= limit_s
+        if phase.step is None:
+            least_s = _STILL_TIMES * (self._cost_s or FIRST_COST_S)
+            since_s = max(phase.went_s, *(since_s for since_s, _ in phase.lost.values()))
+        else:
+            least_s = max(_STILL_TIMES * phase.gap_s, _STILL_BATCHES * (phase.batch_s or 0.0))
+            since_s = phase.moved_s
+        return now_s - since_s >= max(self.rules.patience_s, least_s)
 
     def _is_slow(self, phase: RunPhase, now_s: float) -> bool:
         """Whether a stage is slow for so long that a new plan is to be weighed."""
