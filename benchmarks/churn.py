@@ -17,9 +17,10 @@ with 1,000 members and one event of each a second, and messages of a batch must 
 `torchft`: the same trace with torchft's data-parallel replicas and its lighthouse, if `--torchft` names an
 interpreter with torchft.
 
-`--trace` is a trace of your own (`time_s,machine,event`, or what clouds write), `--unit` the seconds of its
-unit of time, and `--scale` multiplies all times, so that hours pass in minutes. `--write-trace` writes the
-trace that is used, and ends.
+`--trace` is a trace of your own (`time_s,machine,event`, or a published format of `churning/trace.py`),
+`--unit` the seconds of its unit of time (Bamboo: 3600; Parcae and Oobleck: 0.001), and `--scale` multiplies
+all times, so that hours pass in minutes. A machine that arrives takes the place of one that has gone.
+`--write-trace` writes the trace that is used, and ends.
 """
 
 import gc
@@ -27,6 +28,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -188,7 +190,7 @@ SECTIONS = ("run", "clock", "many", "torchft")
 def asked_trace(asked: Namespace) -> Trace:
     """The trace of a file, or a generated one."""
     if asked.trace is not None:
-        return read_trace(asked.trace, unit_s=asked.unit).scaled(asked.scale)
+        return read_trace(asked.trace, unit_s=asked.unit).in_places().scaled(asked.scale)
     return quick_trace() if asked.quick else generated(SPOT, asked.seed).scaled(asked.scale)
 
 
@@ -211,11 +213,17 @@ def measure(asked: Namespace) -> Findings:
     return Findings(found.sections, found.verdicts)
 
 
+def _above_zero(text: str) -> float:
+    if not 0 < float(text) < inf:
+        raise ValueError(text)  # argparse makes a sentence of it
+    return float(text)
+
+
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--section", action="append", choices=SECTIONS, help="measure this alone; repeatable")
-    parser.add_argument("--trace", type=Path, help="a CSV file of arrivals and departures")
-    parser.add_argument("--unit", type=float, help="seconds of the trace's unit of time")
-    parser.add_argument("--scale", type=float, default=1.0, help="multiply all times of the trace")
+    parser.add_argument("--trace", type=Path, help="a file of arrivals and departures")
+    parser.add_argument("--unit", type=_above_zero, help="seconds of the trace's unit of time")
+    parser.add_argument("--scale", type=_above_zero, default=1.0, help="multiply all times of the trace")
     parser.add_argument("--seed", type=int, default=0, help="of a generated trace (0)")
     parser.add_argument("--write-trace", type=Path, help="write the trace to this file, and end")
     parser.add_argument("--torchft", help="an interpreter that has torchft, for the peer")

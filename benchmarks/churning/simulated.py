@@ -234,7 +234,8 @@ class _Machine:
         self.rank, self.is_there, self.is_member = rank, True, False
         self._world, self._arrived_s = world, arrived_s
         self._address = f"10.0.{rank.replica // 250}.{rank.replica % 250 + 1} {40000 + rank.life}"
-        self._at, self._wants, self._healed = RoundAt(), 0, None if world.has_counted else 0
+        self._at, self._wants = RoundAt(), 0
+        self._healed: int | None = None
         self._word: CoordinatorReply | None = None
         self._number, self._said_s, self._said_epoch = 0, 0.0, 0
         self._is_empty = world.has_counted
@@ -267,7 +268,7 @@ class _Machine:
                 self._address,
                 wants=self._wants,
                 rounds=(self._at,),
-                healed=self._healed if self._is_empty else None,
+                healed=self._healed,
                 is_empty=self._is_empty,
             )
         )
@@ -290,7 +291,7 @@ class _Machine:
         if heal is not None and self._healed != heal.batch and word.committed[0] >= heal.batch:
             key = ("heal", heal.donor, heal.batch)
             self._later(key, self._costs.transfer_s, partial(self._heal, heal.batch))
-        if self.is_member and not was_member and self._is_empty:
+        if self.is_member and not was_member and self._healed is not None:
             self._note_recovery()
         for commit in word.commits:
             self._take_commit(commit)

@@ -13,10 +13,15 @@ without it the trace ends with its last event. A machine whose first event is it
 the start.
 
 `read_trace` also takes traces of others: without a header, with the columns in another order, with other
-words for the events, in milliseconds, or with a count of machines for each time (`time_ms,count`).
+words for the events, in milliseconds, or with a count of machines for each time (`time_ms,count`). It takes
+JSON too: counts at equal intervals, and a list of machines for each time:
+
+    {"metadata": {"gap_seconds": 300}, "data": [4, 4, 3]}
+    [480000, "remove", {"nodes": ["node-31", "node-10"]}]
 """
 
 import csv
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -94,6 +99,23 @@ class Trace:
         """The least number of machines that are there at a time."""
         return min((len(there) for *_, there in self.steps()), default=0)
 
+    def in_places(self) -> "Trace":
+        """The same with as few machines as are there at a time: a machine takes its own place again, or that
+        of a machine that has gone. In traces of clouds each machine that arrives has a new name.
+        """
+        places, free, events = dict[str, str](), list[str](), list[TraceEvent]()
+        for one in self.events:
+            if one.kind is Kind.ARRIVES:
+                last = places.get(one.machine, one.machine)
+                place = last if last in free or not free else free[0]
+                if place in free:
+                    free.remove(place)
+                places[one.machine] = place
+            else:
+                free.append(places[one.machine])
+            events.append(replace(one, machine=places[one.machine]))
+        return Trace(tuple(events), self.end_s)
+
     def scaled(self, factor: float) -> "Trace":
         """The same with all times multiplied."""
         events = tuple(replace(one, time_s=one.time_s * factor) for one in self.events)
@@ -155,13 +177,17 @@ def read_trace(path: Path, *, unit_s: float | None = None) -> Trace:
     """The trace in a file. Times are in the unit that the header names, else in `unit_s` seconds (1)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BiremeError(f"The trace {path} cannot be read: {error}. Name a CSV file.") from None
-    rows = [
-        (number, [field.strip() for field in fields])
-        for number, fields in enumerate(csv.reader(text.splitlines()), start=1)
-        if any(field.strip() for field in fields) and not fields[0].lstrip().startswith("#")
-    ]
+        lines = _lines_of_json(text) if text.startswith(("{", "[")) else csv.reader(text.splitlines())
+        rows = [
+            (number, [field.strip() for field in fields])
+            for number, fields in enumerate(lines, start=1)
+            if any(field.strip() for field in fields) and not fields[0].lstrip().startswith("#")
+        ]
+    except (OSError, csv.Error, ValueError, TypeError, KeyError, IndexError) as error:
+        raise BiremeError(
+            f"The trace {path} cannot be read: {error}. Name a CSV file, or one of the JSON files that "
+            "benchmarks/churning/trace.py shows."
+        ) from None
     if not rows:
         raise BiremeError(f"The trace {path} has no line. Write `time_s,machine,event`, one event a line.")
 
@@ -174,7 +200,24 @@ def read_trace(path: Path, *, unit_s: float | None = None) -> Trace:
     else:
         columns, rows = _of_header(first, wrong, number), rows[1:]
     columns = replace(columns, unit_s=columns.unit_s if unit_s is None else unit_s)
-    return (_of_counts if columns.count >= 0 else _of_events)(rows, columns, wrong)
+    found = (_of_counts if columns.count >= 0 else _of_events)(rows, columns, wrong)
+    if not found.machine_s:
+        raise BiremeError(f"In the trace {path} no machine is there for any time. Add arrivals before its end.")
+    return found
+
+
+def _lines_of_json(text: str) -> Iterator[list[str]]:
+    """The fields of the lines that such a trace would have as CSV."""
+    if text.startswith("{"):
+        found = json.loads(text)
+        gap_s = float(found["metadata"]["gap_seconds"])
+        yield ["time_s", "count"]
+        yield from ([repr(number * gap_s), str(count)] for number, count in enumerate(found["data"]))
+        return
+    yield ["time_ms", "event", "machine"]
+    for line in text.splitlines():
+        time_ms, event, rest = json.loads(line)
+        yield from ([str(time_ms), event, machine] for machine in rest["nodes"])
 
 
 _Wrong = Callable[[int, str], BiremeError]
@@ -256,7 +299,7 @@ def _of_events(rows: _Rows, columns: _Columns, wrong: _Wrong) -> Trace:
 
 
 def _of_counts(rows: _Rows, columns: _Columns, wrong: _Wrong) -> Trace:
-    """Of the number of machines at each time. Who has been there longest is lost first."""
+    """Of the number of machines at each time. The machine that has been there longest is lost first."""
     events, there, end_s, names = list[TraceEvent](), list[str](), 0.0, 0
     for number, row in rows:
         end_s = _time_s(row, columns, end_s, wrong, number)

@@ -84,8 +84,10 @@ def test_a_burst_takes_machines_of_one_zone_together() -> None:
         "0,add,a\n5,remove,a\n9,end,\n",
         "# of a cloud\n\ntime_ms,instance,event\n0,a,up\n5000,a,down\n9000,,end\n",
         "time_s,machine,event\n5,a,lost\n9,,end\n",
+        '[0, "add", {"nodes": ["a"]}]\n[1000, "no-op", {"nodes": []}]\n[5000, "remove", {"nodes": ["a"]}]\n'
+        '[9000, "end", {"nodes": [""]}]\n',
     ],
-    ids=["own", "other order", "no header", "event first", "milliseconds", "there from the start"],
+    ids=["own", "other order", "no header", "event first", "milliseconds", "there from the start", "JSON"],
 )
 def test_traces_of_others_are_read(tmp_path: Path, text: str) -> None:
     events = (TraceEvent(0.0, "a", Kind.ARRIVES), TraceEvent(5.0, "a", Kind.LOST))
@@ -97,6 +99,15 @@ def test_counts_of_machines_are_a_trace(tmp_path: Path) -> None:
     assert made.machine_s == pytest.approx(2 * 4 + 1 * 2 + 3 * 4)
     assert [one.machine for one in made.events if one.kind is Kind.LOST] == ["machine-0"]
     assert made.machines == ("machine-0", "machine-1", "machine-2", "machine-3")
+    gaps = '{"metadata": {"gap_seconds": 2000}, "data": [2, 2, 1, 3, 3, 3]}'
+    assert read(tmp_path, gaps, unit_s=1e-3) == made
+
+
+def test_a_new_machine_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> None:
+    made = read(tmp_path, "0,2\n4,1\n6,3\n7,0\n8,3\n10,3\n").in_places()
+    assert made.machines == ("machine-0", "machine-1", "machine-3")
+    again = read(tmp_path, "0,a,up\n0,b,up\n1,a,lost\n2,b,lost\n3,b,up\n4,c,up\n5,b,lost\n6,c,lost\n")
+    assert [one.machine for one in again.in_places().events] == [*"abab", *"baba"]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +126,10 @@ def test_counts_of_machines_are_a_trace(tmp_path: Path) -> None:
         ("0,,arrives\n", "Line 1 .* names no machine"),
         ("0,a,arrives\n1,,end\n2,a,lost\n", "Line 2 .* is not its last line"),
         ("time_s,count\n0,many\n", "Line 2 .* has `many` machines"),
+        ("0,a,arrives\n", "no machine is there for any time"),
+        (f"0,{'a' * 200_000},arrives\n", "cannot be read: field larger than field limit"),
+        ('{"data": [1, 2]}', "cannot be read: 'metadata'"),
+        ('[0, "add"]', "cannot be read: not enough values"),
     ],
 )
 def test_what_is_wrong_in_a_trace_is_named(tmp_path: Path, text: str, sentence: str) -> None:
