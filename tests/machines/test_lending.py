@@ -58,11 +58,11 @@ def test_limits_hold_for_plans_and_for_lines_that_leave_the_host(monkeypatch: py
     for name in (MEMORY_VARIABLE, RATE_VARIABLE, VISIBLE):
         monkeypatch.setenv(name, "")
     before = server_here("cpu", 2)
-    set_limits("512MiB", "none", "50Mbit/s")
-    assert memory_bytes() == 512 << 20
-    assert available_bytes() <= 512 << 20
+    set_limits("1GiB", "none", "50Mbit/s")
+    assert memory_bytes() == 1 << 30
+    assert available_bytes() <= 1 << 30
     found = server_here("cpu", 2)
-    assert {one.memory_bytes for one in found.devices} == {256 << 20}
+    assert {one.memory_bytes for one in found.devices} == {512 << 20}
     assert [card.link.bytes_per_s for card in found.cards] == [50e6 / 8] * max(len(before.cards), 1)
     assert os.environ[VISIBLE] == ""
     house = House()
@@ -85,8 +85,8 @@ def test_limits_hold_for_plans_and_for_lines_that_leave_the_host(monkeypatch: py
     [
         (("", "0,0", ""), "--devices is '0,0'; write the numbers"),
         (("", "gpu", ""), "or none to compute on the CPU"),
-        (("", "97", ""), "0 of these GPUs are here"),
-        (("0", "", ""), "--memory is 0"),
+        (("", "97", ""), "this machine has none of these GPUs"),
+        (("8", "", ""), "--memory is '8': lend at least 1GiB"),
         (("much", "", ""), "--memory is 'much'"),
         (("", "", "fast"), "--rate is 'fast'"),
     ],

@@ -22,6 +22,8 @@ from bireme.machines.keys import HOME
 from bireme.wire.listener import RATE_VARIABLE
 
 NO_DEVICES = "none"
+LEAST_MEMORY_BYTES = 1 << 30
+"""With less, a machine takes no part."""
 _KEPT = (
     HOME,
     VISIBLE,
@@ -78,17 +80,14 @@ def set_limits(memory: str, devices: str, rate: str) -> None:
     before anything asks for the devices.
     """
     if memory:
-        os.environ[MEMORY_VARIABLE] = str(_above_zero(bytes_of(memory, "--memory")))
+        num_bytes = bytes_of(memory, "--memory")
+        if num_bytes < LEAST_MEMORY_BYTES:
+            raise BiremeError(f"--memory is {memory!r}: lend at least 1GiB. A number without a unit is in bytes.")
+        os.environ[MEMORY_VARIABLE] = str(num_bytes)
     if rate:
         os.environ[RATE_VARIABLE] = str(round(bytes_per_s_of(rate, "--rate")))
     if devices:
         _choose_devices(devices)
-
-
-def _above_zero(num_bytes: int) -> int:
-    if not num_bytes:
-        raise BiremeError("--memory is 0: then this machine cannot take part. Give the bytes that it lends.")
-    return num_bytes
 
 
 def _choose_devices(text: str) -> None:
@@ -107,8 +106,8 @@ def _choose_devices(text: str) -> None:
     num_found = num_accelerators()
     if num_found < len(words):
         raise BiremeError(
-            f"--devices is {text!r}, and {num_found} of these GPUs are here. `bireme doctor` lists those of "
-            "this machine."
+            f"--devices is {text!r}, and this machine has {num_found or 'none'} of these GPUs. `bireme doctor` "
+            f"lists its GPUs; --devices {NO_DEVICES} computes on the CPU."
         )
 
 

@@ -17,8 +17,9 @@ from bireme.errors import BiremeError
 from bireme.files import free_bytes
 from bireme.machines.findings import Finding, fails, note, printable, well
 from bireme.machines.keys import own_key
+from bireme.machines.lending import LEAST_MEMORY_BYTES
 
-_LEAST_MEMORY_BYTES, _LEAST_DISK_BYTES, _LEAST_SHARED_BYTES = 1 << 30, 5 << 30, 64 << 20
+_LEAST_DISK_BYTES, _LEAST_SHARED_BYTES = 5 << 30, 64 << 20
 _LEAST_FILES = 1024
 _SHARED = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -83,7 +84,7 @@ def _name(name: str) -> Finding:
 def _room() -> Iterator[Finding]:
     memory, disk = available_bytes(), free_bytes(Path.cwd())
     text = f"{memory / 2**30:.1f} GiB of memory are free, for {num_cores()} cores"
-    if memory < _LEAST_MEMORY_BYTES:
+    if memory < LEAST_MEMORY_BYTES:
         yield fails("memory", f"{text}.", "End other programs: a rank needs about 0.5 GiB besides its model.")
     else:
         yield well("memory", text)

@@ -172,7 +172,8 @@ class Coordination(Interruptible):
             attendance.offer = replace(attendance.offer, line="", measured=None)  # it leads to itself
             attendance.run()
         except BiremeError as error:
-            tell(f"This machine takes no part: {error}")
+            if not self._num_interrupts:
+                tell(f"This machine takes no part: {error}")
 
     def _fetch_model(self) -> None:
         """Have the model here that a machine of the run has exported, if this machine has not."""
