@@ -26,14 +26,16 @@ PACED = "tests.support.paced_samples:paced"
 
 
 class _Machines:
-    """Machines with a folder of their own each, which are groups of processes of this machine."""
+    """Machines with a folder of their own each, which are groups of processes of this machine. Each has a
+    stage, or two replicas that may die.
+    """
 
     def __init__(self, folder: Path, count: int, *, mode: str = "allreduce") -> None:
         self.folder, self.count = folder, count
-        depth, width = (count, 1) if mode == "allreduce" else (1, count)
+        depth, width = (count, 1) if mode == "allreduce" else (1, 2 * count)
         text = write_run(folder, "1f1b", depth, width=width).read_text()
         self.path = folder / "own.toml"
-        text = text.replace(f"workers = {count}", "workers = 1")
+        text = text.replace(f"workers = {depth * width}", f"workers = {depth * width // count}")
         self.path.write_text(f'{text}\n[sync]\nmode = "{mode}"\n')
 
     def run(self, number: int) -> Path:
