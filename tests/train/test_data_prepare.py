@@ -49,6 +49,21 @@ def test_the_tokenizer_of_the_model_is_used(tmp_path: Path) -> None:
     assert isinstance(data.tokenizer, FolderTokenizer)
 
 
+@pytest.mark.slow
+def test_a_model_may_lack_an_added_token_that_no_text_has(tmp_path: Path) -> None:
+    """As a small Gemma lacks the token of images: its own tokenizer was refused."""
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_tokenizer(tmp_path))
+    num_tokens = len(tokenizer)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    side = model_side(num_tokens, tmp_path)
+    assert len(prepare_data(request(tmp_path), side, 4).training)
+    (tmp_path / "image.txt").write_text("some <image>\n" * 40)
+    with pytest.raises(BiremeError, match=f"token id {num_tokens}, but the model has {num_tokens} tokens"):
+        prepare_data(request(tmp_path, source=str(tmp_path / "image.txt")), side, 4)
+
+
 def test_an_evaluation_source_leaves_all_of_the_other_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("other text\n" * 20)
     wishes = request(tmp_path, evaluation_source=str(tmp_path / "held.txt"))

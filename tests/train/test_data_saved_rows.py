@@ -1,5 +1,6 @@
 """Saved datasets: read by the package that saved them, or here mostly by what stands in for it."""
 
+import gzip
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def test_of_several_datasets_the_one_to_train_on_is_taken(saved: Any) -> None:
     ("columns", "column", "wrong"),
     [
         ({"text": ["a"]}, "txt", "Did you mean 'text'"),
-        ({"a": ["a"], "b": ["b"]}, None, "Name the column with the text in data.text_column"),
+        ({"a": ["a"], "b": ["b"]}, None, "or name that of a text in data.text_column"),
         ({"text": []}, None, "has no rows"),
     ],
 )
@@ -167,3 +168,15 @@ def test_what_the_package_saved_is_read(tmp_path: Path) -> None:
             [1, -100, 3]
         ]
         assert tokenized(text, ByteTokenizer()).ids.tolist() == [97, 256, 98, 256]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "folder/rows.csv"])
+def test_all_of_a_csv_file_is_text(name: str, tmp_path: Path) -> None:
+    """An answer of digits was refused as a number, and the answer NA was a row without an answer."""
+    pytest.importorskip("datasets")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    written = b"prompt,completion\n1 + 1 =, 007\n2 + 2 =,NA\n"
+    (tmp_path / name).write_bytes(gzip.compress(written) if name.endswith("gz") else written)
+    found = open_source(str((tmp_path / name).parent if "/" in name else tmp_path / name))
+    assert isinstance(found, SavedRows)
+    assert [row["completion"] for _, row in found.rows()] == [" 007", "NA"]

@@ -6,6 +6,8 @@ column=text,streaming=true`. With a name the network is needed once; the library
 Code that lies with a dataset is never run.
 """
 
+import csv
+import gzip
 import importlib
 import json
 import socket
@@ -47,6 +49,7 @@ PAIRS = (("prompt", "completion"), ALPACA[:2])
 
 _NUM_ROWS_AT_ONCE = 256
 _STRINGS = ("string", "large_string")
+_REMEDY = "Correct the line, or take it out; if the file is one list of rows, name it .json."
 
 Row = Mapping[str, Any]
 
@@ -232,13 +235,12 @@ def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[tu
             except (ValueError, RecursionError) as error:
                 why = getattr(error, "msg", None) or str(error)
                 raise BiremeError(
-                    f"{path}, line {number}, is not JSON: {why.rstrip('.')}. Correct the line, or take it "
-                    "out."
+                    f"{path}, line {number}, is not JSON: {why.rstrip('.')}. {_REMEDY}"
                 ) from None
             if not isinstance(found, dict):
                 raise BiremeError(
                     f"{path}, line {number}, holds a {type(found).__name__} and not a JSON object, such as "
-                    '{"text": "…"}. Correct the line, or take it out.'
+                    '{"text": "…"}. ' + _REMEDY
                 )
             yield number, found if columns is None else {name: found.get(name) for name in columns}
 
@@ -296,8 +298,8 @@ def _likely_column(origin: str, columns: list[str], is_text: Callable[[str], boo
         raise BiremeError(f"The dataset in {origin} has no rows, so there is nothing to train on.")
     raise BiremeError(
         f"The dataset in {origin} has the columns {', '.join(columns)}; none is named "
-        f"{' or '.join(_LIKELY)}, and there is no prompt with its completion. Name the column "
-        "with the text in data.text_column."
+        f"{' or '.join(_LIKELY)}, and there is no prompt with its completion. Rename the columns of a "
+        "question and its answer to prompt and completion, or name that of a text in data.text_column."
     )
 
 
@@ -313,6 +315,12 @@ _READERS = {
     ".txt": "text",
 }
 """What reads a single file, by its ending."""
+
+
+def ending(path: Path) -> str:
+    """The ending of a file's name without that of its compression: the library unpacks such files."""
+    return Path(path.name.removesuffix(".gz")).suffix
+
 
 _UNREACHED = (
     "ConnectionError",
@@ -430,13 +438,17 @@ def _opened(
     if path is not None:
         where = str(path.resolve())
         if path.is_file():
-            if path.suffix not in _READERS:
+            if ending(path) not in _READERS:
                 raise BiremeError(
                     f"{path} cannot be read as rows: its name ends with none of {', '.join(_READERS)}."
                 )
-            where, words["data_files"] = _READERS[path.suffix], where
-        elif files:
-            where, words["data_files"] = _READERS[files[0].suffix], [str(one) for one in files]
+            files = (path.resolve(),)
+        if files:
+            where, words["data_files"] = _READERS[ending(files[0])], [str(one) for one in files]
+        tables = [one for one in files or sorted(path.rglob("*")) if ending(one) in _READERS]
+        if {ending(one) for one in tables} == {".csv"}:
+            # Else an answer of digits would be a number, and the answer NA a row without an answer.
+            words |= {"keep_default_na": False, "features": _texts(datasets, tables[0])}
     datasets.disable_progress_bars()
     try:
         with _as_the_network_is(datasets):
@@ -451,6 +463,16 @@ def _opened(
         raise _failure(asked, path, error) from error
     kept = [Path(one["filename"]) for one in dataset.cache_files]
     return _rows_of_dataset(dataset, asked.name, f"{asked.split} {len(dataset)} {_identity(kept)}", column)
+
+
+def _texts(datasets: Any, path: Path) -> Any:
+    """All columns of a CSV file as texts; None if two have one name."""
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with suppress(ValueError, csv.Error), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
+        if len(set(names)) == len(names) > 0:
+            return datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+    return None
 
 
 def _as_the_network_is(datasets: Any) -> AbstractContextManager[None]:

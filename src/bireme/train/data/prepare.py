@@ -53,8 +53,8 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
-    """All that a tokenizer can give must be tokens of the model."""
-    if vocabulary is not None and tokenizer.num_tokens > vocabulary:
+    """All that a tokenizer makes of ordinary text must be tokens of the model."""
+    if vocabulary is not None and tokenizer.num_learned > vocabulary:
         raise BiremeError(
             f"The tokenizer has {tokenizer.num_tokens} tokens but the model {vocabulary}, so some ids "
             "are outside the model's vocabulary. Use the model's own tokenizer, or a "
@@ -63,7 +63,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
 
 
 def _check_token_ids(tokens: Tokens, vocabulary: int | None) -> None:
-    """Ids that were made before must be tokens of the model."""
+    """All ids must be tokens of the model."""
     if vocabulary is None:
         return
     largest = tokens.largest_id()
@@ -427,8 +427,8 @@ class _Maker:
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
             return _Made(source, cut)
         tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
-        if not _holds_text(source):
-            _check_token_ids(tokens, self.model.vocabulary)
+        if not _holds_text(source) or (self.tokenizer and self.tokenizer.num_tokens > (vocabulary or 0)):
+            _check_token_ids(tokens, vocabulary)
         return _Made(tokens, cut)
 
     def split(self, made: _Made, fraction: float, *, least: int) -> Split:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bireme.bounds import counted
 from bireme.errors import BiremeError
 from bireme.model.own_model import seed_generators
-from bireme.train.data.hub import SavedRows, is_hub, is_saved_folder, library_rows, rows_of_json_lines
+from bireme.train.data.hub import SavedRows, ending, is_hub, is_saved_folder, library_rows, rows_of_json_lines
 from bireme.train.data.samples import Batch, Names, Seeds, Tokens, load_tokens, only
 from bireme.train.data.text_files import TextFiles, one_file, python_sources, text_folder
 from bireme.user_code import names_function, reason_of, user_function
@@ -221,7 +221,7 @@ def open_source(
         )
     if path.suffix == _LINES:
         return rows_of_json_lines(path, text_column)
-    if path.suffix in _ROWS:
+    if ending(path) in _ROWS:
         return library_rows(text, text_column)
     return load_tokens(path, dtype) if path.suffix in _ARRAYS else one_file(path)
 
@@ -230,9 +230,9 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
     """The files of a folder that match the pattern: texts, or files of rows of one kind."""
     found = text_folder(folder, pattern)
     paths = [file.path for file in found.files]
-    rows = [path for path in paths if path.suffix in _ROWS]
+    rows = [path for path in paths if ending(path) in _ROWS]
     if len(rows) < len(paths):
-        wrong = [path for path in rows if path.suffix in _NEVER_TEXT]
+        wrong = [path for path in rows if ending(path) in _NEVER_TEXT]
         if not wrong:
             return found
         raise BiremeError(
@@ -240,13 +240,13 @@ def _folder(folder: Path, pattern: str, text_column: str | None) -> Source:
             f"among {counted(len(paths) - len(wrong), 'other file')}. Say which to read with data.pattern, "
             f'such as "*{wrong[0].suffix}" or "*.txt".'
         )
-    kinds = sorted({path.suffix for path in rows})
+    kinds = sorted({ending(path) for path in rows})
     if len(kinds) > 1:
         raise BiremeError(
             f"The folder {folder} holds files of rows of several kinds: {', '.join(kinds)}. Say which to "
             f'read with data.pattern, such as "*{kinds[0]}".'
         )
-    if len(rows) == 1 and kinds[0] == _LINES:
+    if len(rows) == 1 and rows[0].suffix == _LINES:
         return rows_of_json_lines(rows[0], text_column)
     # The library knows the splits of a whole folder by the names of its files.
     return library_rows(str(folder), text_column, () if pattern == "*" else paths)

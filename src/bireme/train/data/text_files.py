@@ -88,7 +88,9 @@ class TextFiles:
                     replaced(str(file.path))
             except UnicodeDecodeError as error:
                 if self.must_read:
-                    raise BiremeError(f"{file.path} cannot be read as UTF-8 text: {error}.") from error
+                    raise BiremeError(
+                        f"{file.path} cannot be read as UTF-8 text: {error}. Convert or unpack it."
+                    ) from error
                 skip(str(file.path))
             except OSError as error:
                 # What is left out is remembered, and this may be well again tomorrow.

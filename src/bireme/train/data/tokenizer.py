@@ -74,6 +74,8 @@ class ByteTokenizer:
         """256, or 257: ids are below this."""
         return _NUM_BYTES + self.has_end_of_text
 
+    num_learned = num_tokens
+
     @property
     def end_of_text(self) -> int | None:
         """The id after each document, above those of the bytes; None if there is no such token."""
@@ -113,11 +115,13 @@ class FolderTokenizer:
         self.backend = _loaded(folder)
         """The tokenizer itself, as transformers has it."""
         self._folder = folder
-        vocabulary = self.backend.get_vocab()
+        vocabulary, added = self.backend.get_vocab(), self.backend.get_added_vocab()
         if not vocabulary:
             raise BiremeError(f"The tokenizer in {folder} has no tokens. Name another folder.")
         self.num_tokens = int(max(vocabulary.values())) + 1
         """Ids are below this: the vocabulary with what was added to it."""
+        self.num_learned = 1 + max((one for word, one in vocabulary.items() if word not in added), default=-1)
+        """Ids of ordinary text are below this. Some models lack an added token, such as that of images."""
 
     @property
     def end_of_text(self) -> int | None:
