@@ -65,8 +65,8 @@ def _type_of(parameter: inspect.Parameter, known: dict[str, Described]) -> Any:
     if get_origin(kind) is Annotated:
         kind, more = get_args(kind)
     found = known[parameter.name]
-    if parameter.default is False and not found.words:  # typer would add --no-NAME
-        found = replace(found, words=(f"--{parameter.name.replace('_', '-')}",))
+    if parameter.default is False:  # of a flag the help would name a value, and typer would add --no-NAME
+        found = replace(found, words=found.words or (f"--{parameter.name.replace('_', '-')}",), value="")
     return Annotated[kind, found.info(**more)]
 
 

@@ -16,7 +16,8 @@ Options:
     as_json (--json): Print one JSON document instead.
     restarts (N): Restarts from the newest checkpoint after a failure, in a row without a new checkpoint. By
         default 3 with sync.mode quorum, groups and diloco, and 0 with allreduce.
-    machines (N | A..B): Machines to wait for that type `bireme join`, this one included; by default 2.
+    machines (N | A..B): Machines to wait for that type `bireme join`, this one included. By default
+        `bireme coordinate` waits for 2, and other commands for none.
     listen (HOST:PORT): This machine's address for the others. By default that of its network card, port
         29600.
     set_ (--set TABLE.KEY=VALUE): Change a key of the run file. Repeatable.
