@@ -157,7 +157,6 @@ def malformed(draw: random.Random) -> bytes:
             frame_header(kind, announced, b"")[: draw.randrange(1, 64)],
             b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
             b"\x16\x03\x01" + draw.randbytes(200),
-            pack("<q", draw.randrange(64)),  # the number of a pair, to gloo
             # To the store of torch, if there is one: its greeting, and a query with a long argument.
             pack("<BIBQ", 0, 0x3C85F7CE, draw.randrange(20), announced) + draw.randbytes(9),
             frame_header(FrameKind.TEXT, 21) + b'["set", "name", "x"]\n',

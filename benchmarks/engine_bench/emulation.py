@@ -260,6 +260,7 @@ class _Shaped:
 
 def _measure(world: World, shapes: Sequence[BenchShape], effort: BenchEffort) -> list[_Shaped]:
     """On every rank: the contenders of each shape in turn."""
+    world.join_torch()
     fabric = DistFabric(world)
     models = {v: emulated_model(world.size * v, effort.pace.cut(v)) for v in (1, 2)}
     found = []

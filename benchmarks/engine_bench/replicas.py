@@ -147,6 +147,7 @@ def _run_ranks(hosts: Sequence[Host], folder: Path) -> list[_Times]:
 def _measure(world: World) -> _Times:
     """On every rank."""
     say(world, f"two replicas over {_MEGABITS_PER_S:g} Mbit/s")
+    world.join_torch()
     fabric = DistFabric(world)
     contenders: list[Contender] = []
     for schedule in SCHEDULES:

@@ -371,6 +371,7 @@ class _OfTwo:
 
 
 def _on_two_ranks(world: World, effort: BenchEffort, graph: Graph) -> _OfTwo:
+    world.join_torch()
     return _OfTwo(
         _measure_overhead(world, effort, graph), _measure_counts(world, effort), measure_gpt(world, effort)
     )

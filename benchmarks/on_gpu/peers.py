@@ -86,6 +86,7 @@ def _and_loop(world: World, quick: bool) -> list[dict[str, Any]]:
 
 
 def _and_torch(world: World, quick: bool) -> list[dict[str, Any]]:
+    world.join_torch()
     rows = []
     for m in (4,) if quick else (4, 8, 16):
         gpt = _gpt(m, quick=quick)

@@ -132,6 +132,7 @@ def _run(
 ) -> list[list[float]]:
     """On every rank: what a batch of each plan took, round by round."""
     say(world, f"rehearsing {len(ready)} plans on {world.size} emulated devices")
+    world.join_torch()
     joined = DistFabric(world)
     contenders: list[Contender] = []
     all_lanes = []

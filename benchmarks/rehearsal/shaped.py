@@ -135,11 +135,11 @@ class ShapedFabric:
         """All ranks, whose few numbers are not late."""
         return self._fabric.everyone()
 
-    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup | None:
         """Sums over some ranks. Those over replicas go through the lanes, the few numbers of others not."""
         key = tuple(ranks)
         turn = self._num_asked[key] = self._num_asked.get(key, 0) + 1
-        inner = self._fabric.group(ranks)
+        inner = self._fabric.group(ranks, on_host=on_host)
         if inner is None or key not in self._summed or turn > 1:
             return inner
         pipeline_rank = ranks[0]

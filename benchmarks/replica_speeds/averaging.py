@@ -136,6 +136,7 @@ def _used_s() -> float:
 
 def _train_alone(world: World, paces: Sequence[StagePace], seconds: float) -> _Took:
     """On every rank: what the batches take that it trains by itself in about so many seconds."""
+    world.join_torch()
     model = emulated_model(1, paces[world.rank])
     pipeline = _pipeline(model, Plan(model.cuts, MICROBATCHES, "1f1b"), None)
     batch = model.batch(MICROBATCHES)

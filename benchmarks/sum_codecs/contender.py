@@ -91,6 +91,7 @@ def _with_engine(world: World, codec: str, seed: int, steps: int) -> Outcome:
 
 
 def _with_torch(world: World, codec: str, seed: int, steps: int) -> Outcome:
+    world.join_torch()
     source = load_source(_source(), batch=SIZE.num_samples // REPLICAS)
     model = _filled(source.model, materialize(source.model, _names(source.model), seed=seed))
     replica = DistributedDataParallel(model)

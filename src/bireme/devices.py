@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = ("cpu", ACCELERATOR, *UNTESTED)
 """The types of devices that Bireme computes on."""
 
 Backend = Literal["gloo", "nccl"]
-"""What joins processes: gloo through the memory of hosts, nccl between accelerators."""
+"""What joins processes: nccl between accelerators, or gloo, which is Bireme's own lines between hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,6 @@ def device_of_process(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank % max(1, num_accelerators(kind)))
 
 
-def backend_config(backend: Backend) -> str:
-    """What `init_process_group` calls a backend. Tensors on the CPU go over gloo with either."""
-    return f"cpu:gloo,{ACCELERATOR}:nccl" if backend == "nccl" else "gloo"
-
-
 def use(device: torch.device) -> None:
     """Let the calling thread's work go to a device where none is named.
 
@@ -145,13 +140,9 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
-def staged(tensor: Tensor, *, reads: str = ACCELERATOR) -> Tensor:
-    """A copy in pinned host memory of a tensor on a device that its sender cannot read from; else the tensor.
-    torch.distributed `reads` from accelerators of one kind besides the host.
-    """
-    if tensor.device.type in ("cpu", reads):
-        return tensor
-    return pinned_like(tensor).copy_(tensor)
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor if it is on the host, else a copy of it in pinned memory there."""
+    return tensor if tensor.device.type == "cpu" else pinned_like(tensor).copy_(tensor)
 
 
 def mark(device: torch.device) -> torch.Event:

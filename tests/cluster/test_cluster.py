@@ -233,8 +233,7 @@ def test_messages_that_wait_for_each_other_each_have_their_latency(kind: str) ->
     assert ring_latency_s(cluster, [0, 2, 4], in_round=True) == pytest.approx(2 * 2 * 7e-3)
     assert ring_latency_s(cluster, [0, 2]) == pytest.approx((2 if is_nccl else 1) * 3e-3)
     assert ring_latency_s(cluster, [0], in_round=True) == ring_latency_s(cluster, [0]) == 0
-    assert agreement_s(cluster, [0, 2], has_replicas=True) == pytest.approx((2 if is_nccl else 1) * 3e-3)
-    assert agreement_s(cluster, [0, 2], has_replicas=False) == pytest.approx(2 * 3e-3)
+    assert agreement_s(cluster, [0, 2]) == pytest.approx(3e-3)
     for devices in permutations((0, 2, 3, 4)):
         assert round_trip_s(cluster, devices) == pytest.approx(2 * 7e-3)
     assert round_trip_s(cluster, [2, 3]) == round_trip_s(cluster, [1]) == 0

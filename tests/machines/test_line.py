@@ -1,8 +1,10 @@
 """`bireme doctor`: everything that makes joining fail is one sentence with its remedy, for who typed."""
 
+import ctypes
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from bireme.machines.own_machine import MachineFacts, check_machine
 from bireme.runtime.stores import serve_store
 from bireme.wire.connection import VERSION
 from bireme.wire.encryption import ALWAYS, VARIABLE
-from bireme.wire.listener import open_port, sealed
+from bireme.wire.listener import open_port
 from tests.support.command import bireme
 from tests.support.hosts import CARD, Host, hosts, run, set_cable
 from tests.support.patience import patience_s
@@ -43,8 +45,10 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
 
 def dropping_port(interface: str = "", port: int = 0) -> socket.socket:
     """A port that the firewall of the system closes: the kernel drops what comes for it."""
-    with sealed():
-        return open_port(interface, port)
+    made, drop_all = open_port(interface, port), ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+    made.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER of Linux
+    return made
 
 
 def failing(findings: Iterator[Finding]) -> list[str]:

@@ -17,7 +17,7 @@ from bireme.runtime.updates import Updates
 from bireme.sync.arrivals import Arrivals, buckets_of
 from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients
-from bireme.sync.group import DirectSums, SingleRankGroup
+from bireme.sync.group import SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reduction
 from bireme.wire.connection import Bell
 from tests.runtime.test_coded_sums import WIDTH, layers
@@ -125,7 +125,7 @@ def test_a_reducer_that_is_closed_waits_for_no_more_gradients(monkeypatch: pytes
         go_on(group, bell)
 
     def work(group: LineGroup) -> BaseException | None:
-        reducer = GroupReducer(DirectSums(group), replicas=group, overlaps=True)
+        reducer = GroupReducer(group, replicas=group, overlaps=True)
         reduction = Reduction(0, _Batch(reducer, 0).gradients)
         reducer.start(reduction)
         assert waiting[group.rank].wait(patience_s())

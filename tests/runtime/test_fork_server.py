@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from bireme.runtime.launch import launch
 from bireme.runtime.processes import CAN_FORK
 from bireme.runtime.world import World
+from bireme.train.rendezvous import Announcements
 from tests.support.ranks import pids_in, run_script, sign_in, start_script, until, wait_until_gone
 
 pytestmark = [
@@ -83,7 +83,9 @@ def test_ranks_outlive_their_server_their_ends_are_noticed_and_the_next_launch_h
 def lose_the_server(world: World, is_killed: bool = False) -> int:
     """Kill the server of this rank, and go on once it is gone."""
     server = os.getppid()
-    dist.barrier()  # a rank that asks after the kill is a child of another process already
+    Announcements(world.store).gather(
+        "here", None, world.rank, world.size
+    )  # a rank that asks after the kill is a child of another process already
     if world.rank == 0:
         os.kill(server, signal.SIGKILL)
     until(lambda: os.getppid() != server)

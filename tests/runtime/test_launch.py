@@ -20,6 +20,7 @@ from bireme.devices import num_accelerators
 from bireme.errors import BiremeError
 from bireme.runtime import launch as launching
 from bireme.runtime.board import Board, RankFailed
+from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import Crew, Launcher, RankSetup, launch
 from bireme.runtime.processes import Process
 from bireme.runtime.stores import HashStore
@@ -152,7 +153,7 @@ def share_in_the_store(world: World, text: str) -> str:
     if world.rank == 0:
         assert not world.store.check(["text"])
         world.store.set("text", text)
-    dist.barrier()
+    world.store.wait(["text"])
     return world.store.get("text").decode()
 
 
@@ -219,15 +220,20 @@ def test_processes_without_a_cuda_device_of_their_own_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gpu
-def test_a_rank_has_its_cuda_device_and_both_backends() -> None:
+def test_a_rank_has_its_cuda_device_and_sums_what_is_there_and_on_the_host() -> None:
     (device,) = launch(sum_on_both, 1, backend="nccl")
 
     assert device == "cuda:0"
 
 
 def sum_on_both(world: World) -> str:
-    dist.all_reduce(torch.ones(2))
-    dist.all_reduce(torch.ones(2, device=world.device))
+    fabric = DistFabric(world)
+    for on_host in (False, True):
+        group = fabric.group([0], on_host=on_host)
+        assert group is not None
+        for device in (torch.device("cpu"), world.device):
+            group.all_reduce(torch.ones(2, device=device)).wait()
+        group.close()
     return str(world.device)
 
 
@@ -298,6 +304,8 @@ for more in (10, 20):
 def test_a_world_alone_needs_no_other_process() -> None:
     with World.alone() as world:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
+        assert not dist.is_initialized(), "nothing here needs it"
+        world.join_torch()
         values = torch.ones(2)
         dist.all_reduce(values)
         assert values.tolist() == [1.0, 1.0]
@@ -310,9 +318,12 @@ def test_an_error_in_a_world_alone_is_that_error() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_world_inside_of_another_is_refused() -> None:
-    with World.alone(), pytest.raises(BiremeError, match="already initialized"), World.alone():
-        pass
+def test_only_one_world_joins_torch_at_a_time() -> None:
+    with World.alone() as outer, World.alone() as inner:
+        outer.join_torch()
+        outer.join_torch()
+        with pytest.raises(BiremeError, match="already initialized"):
+            inner.join_torch()
 
 
 @pytest.mark.parametrize("missing", ELASTIC)

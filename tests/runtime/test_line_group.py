@@ -17,7 +17,7 @@ from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
-from bireme.sync.group import AbortedError, CollectiveError, DirectSums, MessageGroup
+from bireme.sync.group import AbortedError, CollectiveError, MessageGroup
 from bireme.sync.rounds.round_group import PeerLine, Stamp, Tag, bytes_of
 from tests.support.patience import patience_s
 from tests.support.together import run_threads
@@ -59,7 +59,7 @@ def test_sums_have_the_same_bits_on_all_members_however_many_are_under_way(num: 
         flags = torch.ones(5, dtype=torch.int32)
         under_way = [group.all_reduce(one) for one in (flags, *tensors)]
         numbers = torch.full((3,), float(group.rank), dtype=torch.float64)
-        under_way.append(DirectSums(group).all_reduce(numbers))
+        under_way.append(group.all_reduce(numbers))
         for pending in under_way:
             pending.wait()
             pending.wait()  # again, which changes nothing

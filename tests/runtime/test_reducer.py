@@ -153,7 +153,7 @@ def _in_parts(group: Group) -> list[Tensor]:
 def _over_gloo(rank: int, folder: Path) -> dict[str, Any]:
     def make(ranks: Sequence[int]) -> Group | None:
         group = dist.new_group(list(ranks))
-        return DistGroup(group) if rank in ranks else None
+        return DistGroup(group, torch.device("cpu")) if rank in ranks else None
 
     everyone = _group(make, ALL)
     tensor = torch.full((3,), float(rank))

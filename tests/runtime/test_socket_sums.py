@@ -1,4 +1,4 @@
-"""Sums of a few numbers over the sockets of a pipeline: rank 0 adds them up and answers."""
+"""Sums of a few numbers over the sockets of a pipeline: each rank sends its numbers to all."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
 from bireme.runtime.fabric import SocketSums
 from bireme.runtime.socket_transport import LARGE_BYTES
-from tests.support.sockets import Receive, key, send, star
+from tests.support.sockets import Receive, key, mesh, send
 from tests.support.together import run_threads
 
 
@@ -18,7 +18,7 @@ def part(rank: int, number: int) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num_ranks: int) -> None:
-    transports = star(num_ranks)
+    transports = mesh(num_ranks)
     num_sums = 6
 
     def work(rank: int) -> list[list[float]]:
@@ -45,9 +45,9 @@ def test_sums_are_added_in_the_order_of_the_ranks_however_many_are_under_way(num
 
 
 @pytest.mark.parametrize("size", [8, LARGE_BYTES + 1])
-def test_rank_0_adds_up_while_it_waits_for_a_message(size: int) -> None:
+def test_a_rank_has_its_sum_while_another_waits_for_a_message(size: int) -> None:
     """Rank 1 sends it only when it knows the sum, so otherwise neither would continue."""
-    transports = star(2, timeout_s=5.0)
+    transports = mesh(2, timeout_s=5.0)
 
     def work(rank: int) -> float:
         sums, own = SocketSums(transports[rank], rank, 2), part(rank, 0)
@@ -67,7 +67,7 @@ def test_rank_0_adds_up_while_it_waits_for_a_message(size: int) -> None:
 
 
 def test_a_sum_whose_rank_is_gone_says_so() -> None:
-    transports = star(3)
+    transports = mesh(3)
     transports[2].close()
 
     def work(rank: int) -> None:
@@ -81,7 +81,7 @@ def test_a_sum_whose_rank_is_gone_says_so() -> None:
 
 
 def test_a_part_of_a_sum_that_never_comes_is_named() -> None:
-    transports = star(2, timeout_s=0.3)
+    transports = mesh(2, timeout_s=0.3)
     with pytest.raises(BiremeError, match=r"part of sum 0 \(128 bytes\) did not arrive from rank 1"):
         SocketSums(transports[0], 0, 2).all_reduce(part(0, 0)).wait()
     for transport in transports:

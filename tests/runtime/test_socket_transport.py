@@ -30,7 +30,7 @@ from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError
 from bireme.wire import connection, listener
 from tests.runtime.test_transport import SCENARIOS
-from tests.support.sockets import HOST, Receive, format_of, key, pair, send, star
+from tests.support.sockets import HOST, Receive, format_of, key, mesh, pair, send
 from tests.support.together import run_threads
 
 SIZES = (0, 1, 4096, LARGE_BYTES - 64, LARGE_BYTES, 6 * 2**20)
@@ -364,7 +364,7 @@ def test_neighbors_are_the_ranks_of_stages_next_door() -> None:
 
 def test_a_rank_sleeps_while_bytes_that_nobody_expects_yet_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would run in circles until they are expected."""
-    transports = star(3)
+    transports = mesh(3)
     send(transports[1], key(5), 0, torch.zeros(64, dtype=torch.uint8))
     turns: list[float] = []
     poll = transports[0].poll

@@ -122,6 +122,7 @@ def end_when_another_has_told() -> None:
 def add_ranks(world: World, more: int) -> torch.Tensor:
     """Send the own number around, and return the neighbor's and some more."""
     received = torch.zeros(1)
+    world.join_torch()
     last = dist.isend(torch.tensor([float(world.rank)]), (world.rank + 1) % world.size)
     dist.recv(received, (world.rank - 1) % world.size)
     assert last is not None
@@ -137,6 +138,7 @@ def report_threads(world: World) -> tuple[int, str]:
 def fail_as_told(world: World, fault: str, folder: Path) -> None:
     """On the last rank: fail in that way, while the others wait for a message from it."""
     sign_in(folder, world.rank)
+    world.join_torch()
     failing, nothing = world.size - 1, torch.zeros(1)
     world.watch.doing = f"{world.rank}F0 of batch 1 on version 0"
     if world.rank != failing:

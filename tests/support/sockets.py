@@ -12,7 +12,7 @@ from bireme.schedule.instruction import Message
 from bireme.sync.group import Pending
 from bireme.wire.encryption import EncryptedSocket
 
-__all__ = ["HOST", "Receive", "encrypted_sockets", "format_of", "key", "pair", "send", "star"]
+__all__ = ["HOST", "Receive", "encrypted_sockets", "format_of", "key", "mesh", "pair", "send"]
 
 HOST = torch.device("cpu")
 
@@ -52,16 +52,15 @@ def pair(
     ]
 
 
-def star(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
-    """Rank 0 joined with every other, and neighbors with each other."""
+def mesh(num_ranks: int, timeout_s: float = 20.0) -> list[SocketTransport]:
+    """Each rank joined with every other."""
     lines: list[dict[int, Lines]] = [{} for _ in range(num_ranks)]
     for rank in range(num_ranks):
         for other in range(rank + 1, num_ranks):
-            if rank == 0 or other == rank + 1:
-                (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
-                for one in (small, its_small):
-                    one.setblocking(False)
-                lines[rank][other], lines[other][rank] = Lines(small, large), Lines(its_small, its_large)
+            (small, its_small), (large, its_large) = (socket.socketpair() for _ in range(2))
+            for one in (small, its_small):
+                one.setblocking(False)
+            lines[rank][other], lines[other][rank] = Lines(small, large), Lines(its_small, its_large)
     return [SocketTransport(own, timeout_s=timeout_s) for own in lines]
 
 

@@ -81,8 +81,9 @@ class ThreadRank:
         """Sums over all ranks, which no thread but theirs makes."""
         return self.group(range(self.size))
 
-    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup | None:
         """Sums over some ranks; None if this one is not of them."""
+        del on_host
         members = tuple(ranks)
         if self.rank not in members:
             return None

@@ -21,8 +21,6 @@ from bireme.wire.listener import (
     authenticated,
     call,
     interface_of,
-    open_port,
-    sealed,
 )
 from tests.support.patience import patience_s
 
@@ -196,18 +194,3 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(monkeypatch: pytest.
         for one in doorway.sockets:
             one.close()
     assert interface_of("10.0.0.1") == ""
-
-
-def test_a_socket_of_a_library_is_closed_to_all_that_come_after_the_group_is_made() -> None:
-    """Gloo keeps the socket of each stranger, and aborts its process when it can open no more."""
-    with open_port("127.0.0.1") as before, ExitStack() as undo:
-        with sealed():
-            port = undo.enter_context(open_port("127.0.0.1"))
-            member = undo.enter_context(socket.create_connection(port.getsockname()))
-            its_end = undo.enter_context(port.accept()[0])
-        with pytest.raises(TimeoutError):
-            socket.create_connection(port.getsockname(), timeout=0.1)
-        member.sendall(b"still here")
-        assert its_end.recv(10) == b"still here"
-        with socket.create_connection(before.getsockname(), timeout=patience_s()):
-            pass

@@ -1,1 +1,1 @@
-"""The engine: programs interpreted on torch.distributed."""
+"""The engine: programs interpreted on ranks."""

@@ -6,7 +6,6 @@ The engine knows ranks through this alone, so the same engine runs on processes 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Protocol
@@ -19,13 +18,22 @@ from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.runtime.board import PeerLost
 from bireme.runtime.line_group import GroupLines, LineGroup
-from bireme.runtime.message_format import Arrival, TensorSpec, WireFormat
-from bireme.runtime.socket_transport import SocketPending, SocketTransport, hosts_met, meet, met
+from bireme.runtime.message_format import TensorSpec, WireFormat
+from bireme.runtime.socket_transport import SocketTransport, hosts_met, meet, met
 from bireme.runtime.stage_messages import Channel, Transport
 from bireme.runtime.world import World
 from bireme.schedule.instruction import Instruction, Message
 from bireme.schedule.routes import Routes
-from bireme.sync.group import DistGroup, MessageGroup, OwnedGroup, Pending, SingleRankGroup, Sums, Waiting
+from bireme.sync.group import (
+    DistGroup,
+    MessageGroup,
+    OwnedGroup,
+    Pending,
+    SingleRankGroup,
+    Sums,
+    Waiting,
+    add_in_order,
+)
 
 # Messages between CUDA devices over NCCL.
 #
@@ -117,9 +125,8 @@ def _channels(routes: Routes) -> Iterator[tuple[Channel, int, int]]:
 
 # Sums of a few numbers over the ranks of a socket transport, made by the ranks' own threads.
 #
-# Rank 0 adds up what the others send and tells them. In a pipeline it is the last to end a batch and the
-# first to begin one, so the others' numbers have come when it needs them, and its answer is there when they
-# do. It adds up while it waits for anything at all, so no order of instructions makes ranks wait in a circle.
+# Each rank sends its numbers to all others at once, and adds up what comes from them. So no rank waits for
+# another one to answer, and no order of instructions makes ranks wait in a circle.
 
 _NO_STAGE = -1
 """Where a message about a micro-batch has its stage."""
@@ -128,96 +135,41 @@ HOST = torch.device("cpu")
 
 
 class _Numbers(Message):
-    """The key of the numbers of one sum; `forward` is the way to rank 0."""
+    """The key of one rank's numbers of a sum."""
 
     def __str__(self) -> str:
         """Such as `part of sum 3`."""
-        return f"{'part' if self.forward else 'result'} of sum {self.batch}"
+        return f"part of sum {self.batch}"
 
 
 class SocketSums:
-    """A group that sums float64 numbers on the CPU; all ranks make the same sums in the same order."""
+    """A group that sums numbers on the CPU over a transport that joins all its ranks, which make the same
+    sums in the same order.
+    """
 
     def __init__(self, transport: SocketTransport, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._transport = transport
         self._num_begun = 0
-        self._open: list[_Sum] = []
-        self._sent: list[Pending] = []
-        if rank == 0:
-            transport.on_arrival = self._add_up
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the ranks, added in their order."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        up, down = (_Numbers(forward, _NO_STAGE, number, None, None) for forward in (True, False))
-        self.settle()
-        if self.rank:
-            self._send(up, 0, tensor)
-            part = self._expect(down, 0, tensor)
+        key, numbers = _Numbers(True, _NO_STAGE, number, None, None), _format(tensor.shape, tensor.dtype)
+        own = numbers.parcel(HOST)
+        own.address(key)
+        own.pack({_NUMBERS: tensor})
+        others = {peer: numbers.arrival(key, HOST) for peer in range(self.size) if peer != self.rank}
+        under_way = [self._transport.send(key, peer, own.message) for peer in others]
+        under_way += [self._transport.receive(key, peer, one.message) for peer, one in others.items()]
 
-            def wait() -> None:
-                part.pending.wait()
-                tensor.copy_(part.numbers())
+        def wait() -> None:
+            for one in under_way:
+                one.wait()
+            add_in_order(tensor, self.rank, [one.unpack(HOST)[_NUMBERS] for one in others.values()])
 
-            return Waiting(wait)
-        one = _Sum(tensor, down, [self._expect(up, peer, tensor) for peer in range(1, self.size)])
-        self._open.append(one)
-
-        def finish() -> None:
-            for part in one.parts:
-                part.pending.wait()
-            self._add_up()
-            self.settle()
-
-        return Waiting(finish)
-
-    def settle(self) -> None:
-        """Wait until what was sent is in the kernel's hands."""
-        for sent in self._sent:
-            sent.wait()
-        self._sent.clear()
-
-    def _send(self, key: Message, to: int, tensor: Tensor) -> None:
-        parcel = _format(tensor.shape, tensor.dtype).parcel(HOST)
-        parcel.address(key)
-        parcel.pack({_NUMBERS: tensor})
-        self._sent.append(self._transport.send(key, to, parcel.message))
-
-    def _expect(self, key: Message, source: int, tensor: Tensor) -> "_Part":
-        arrival = _format(tensor.shape, tensor.dtype).arrival(key, HOST)
-        return _Part(arrival, self._transport.receive(key, source, arrival.message))
-
-    def _add_up(self) -> None:
-        """Tell the others every sum whose parts have come."""
-        for one in [one for one in self._open if all(part.pending.is_done() for part in one.parts)]:
-            self._open.remove(one)
-            for part in one.parts:
-                one.tensor.add_(part.numbers())
-            for peer in range(1, self.size):
-                self._send(one.answer, peer, one.tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Numbers from another rank, its part of a sum or the sum."""
-
-    arrival: Arrival
-    pending: SocketPending
-
-    def numbers(self) -> Tensor:
-        """Those that have come."""
-        return self.arrival.unpack(HOST)[_NUMBERS]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sum:
-    """A sum that rank 0 makes of these parts and writes into the tensor."""
-
-    tensor: Tensor
-    answer: Message
-    parts: list[_Part]
+        return Waiting(wait)
 
 
 @cache
@@ -290,8 +242,10 @@ class Fabric(Protocol):
     def everyone(self) -> MessageGroup:
         """All ranks, for what their own threads do together."""
 
-    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
-        """A new group of some ranks, which another thread may have; None if this one is not of them."""
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup | None:
+        """A new group of some ranks, which another thread may have; None if this one is not of them. One that
+        is `on_host` is for tensors there, and moves no others as fast as it could.
+        """
 
 
 class DistFabric:
@@ -317,8 +271,8 @@ class DistFabric:
         else:
             place = ranks.index(world.rank)
             neighbors = neighbors_of(place, routes)
-            if len(ranks) == world.size:  # so that it can carry their sums, which rank 0 makes
-                neighbors |= set(range(1, world.size)) if place == 0 else {0}
+            if len(ranks) == world.size:  # so that it can carry their sums
+                neighbors = {*range(world.size)} - {place}
             # Counted in the store: a world may see many fabrics, and each meeting needs a name of its own.
             lines = meet(
                 world.store,
@@ -342,21 +296,21 @@ class DistFabric:
 
     def everyone(self) -> MessageGroup:
         """A group of all processes."""
-        made = self.group(range(self.size))
+        made = self.group(range(self.size), on_host=True)
         assert made is not None, "every rank is one of all"
         return made
 
-    def group(self, ranks: Sequence[int]) -> MessageGroup | None:
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> MessageGroup | None:
         """A new group of some processes; None if this one is not of them. With the backend nccl it is one of
-        torch.distributed, else over sockets of its own.
+        torch.distributed unless it is `on_host`; all others go over sockets of their own.
         """
         world = self._world
         group: MessageGroup
-        if world.backend == "nccl":
+        if world.backend == "nccl" and not on_host:
             made = dist.new_group(list(ranks))
             if self.rank not in ranks:
                 return None
-            group = DistGroup(made)
+            group = DistGroup(made, world.device)
             world.watch.abort_on_failure(group)
             return group
         if self.rank not in ranks:
@@ -406,8 +360,9 @@ class SingleRankFabric:
         """This process alone."""
         return SingleRankGroup()
 
-    def group(self, _ranks: Sequence[int]) -> OwnedGroup:
+    def group(self, _ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup:
         """This process alone."""
+        del on_host
         return SingleRankGroup()
 
 
@@ -436,9 +391,9 @@ class PipelineFabric:
         self._of_threads.append(made)
         return made
 
-    def group(self, ranks: Sequence[int]) -> OwnedGroup | None:
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup | None:
         """A new group of some ranks; None if this one is not of them."""
-        made = self._fabric.group(ranks)
+        made = self._fabric.group(ranks, on_host=on_host)
         if made is not None:
             self._groups.append(made)
         return made

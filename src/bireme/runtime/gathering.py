@@ -13,7 +13,7 @@ from bireme.devices import is_accelerator, mark, synchronize
 from bireme.model.graph import ModelState
 from bireme.schedule.program import Program
 from bireme.schedule.residency import resident
-from bireme.sync.group import DirectSums, Group, MessageGroup
+from bireme.sync.group import Group, MessageGroup
 from bireme.timeline.timeline import RankTimeline, Timeline
 
 # When each instruction ran: what the measured `Timeline` is made of.
@@ -105,9 +105,9 @@ def _clock_offset_s(group: Group) -> float:
     """
     if group.size == 1:
         return 0.0
-    together, moments = DirectSums(group), list[float]()
+    moments = list[float]()
     for _ in range(_NUM_ROUNDS):
-        together.all_reduce(torch.zeros(1)).wait()
+        group.all_reduce(torch.zeros(1)).wait()
         moments.append(perf_counter())
     own = torch.tensor(moments, dtype=torch.float64)
     first = own.clone()

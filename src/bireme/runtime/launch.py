@@ -7,7 +7,6 @@ root cause, once. The processes end with it, however it ends.
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -43,7 +42,6 @@ _UNGUARDED_STATUS = 64
 _RESULT, _FAILURE = b"+", b"-"
 """How the last message of a rank to its starter begins."""
 LOCALHOST = "127.0.0.1"
-_LOOPBACK = ("lo", "lo0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,6 @@ def _world(order: RankSetup, rank: int) -> "World":
     os.environ["OMP_NUM_THREADS"] = str(order.num_threads)
     if order.ranks:
         os.environ["LOCAL_WORLD_SIZE"] = str(len(order.ranks))
-    if order.host == LOCALHOST:
-        _stay_on_this_machine()
     import torch
 
     from bireme.runtime.stores import PrefixStore, RunStore
@@ -164,13 +160,6 @@ def _call(call: bytes, world: "World") -> bytes:
             f"The result of rank {world.rank} cannot be handed to the process that launched it: {error}. "
             "Return tensors, numbers, texts, and lists, dicts and data classes of them."
         ) from error
-
-
-def _stay_on_this_machine() -> None:
-    """Let gloo connect over the loopback interface, so that a wrong host name or a VPN changes nothing."""
-    there = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
-    if there:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", there[0])
 
 
 Result = TypeVar("Result")

@@ -11,21 +11,15 @@ member sends without asking the other one first, so a message takes the latency 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from bireme.devices import staged
+from bireme.devices import on_host
 from bireme.runtime.board import PeerLost
-from bireme.sync.group import AbortedError, CollectiveError, Pending, Waiting, add_in_order
+from bireme.sync.group import AbortedError, CollectiveError, Pending, Waiting
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
 from bireme.wire.connection import Bell
-
-_on_host = partial(staged, reads="cpu")
-
-_WHOLE_BYTES = 64 * 1024
-"""The most that a member sends whole to several others: parts are fewer bytes, but two messages."""
 
 
 class GroupLines:
@@ -73,21 +67,12 @@ class LineGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group, added in the members' order."""
-        here = _on_host(tensor)
+        here = on_host(tensor)
         flat, group = here.view(-1), self._group
-        is_whole = self.size == 2 or (self.size - 1) * flat.nbytes <= _WHOLE_BYTES
-        if self._is_ring and not is_whole:
+        if self._is_ring or group.sends_whole(flat.nbytes):
             return self._begun("sum", lambda: group.all_reduce(flat), [(here, tensor)])
-        if not is_whole:
-            parts = torch.tensor_split(flat, self.size)
-            return self._begun("sum", lambda: group.add_up_parts(parts), [(here, tensor)])
-        room = {place: torch.empty_like(flat) for place in group.others}
-        return self._begun(
-            "sum",
-            lambda: group.swap(dict.fromkeys(group.others, flat), room),
-            [(here, tensor)],
-            lambda: add_in_order(flat, self.rank, [*room.values()]),
-        )
+        parts = torch.tensor_split(flat, self.size)
+        return self._begun("sum", lambda: group.add_up_parts(parts), [(here, tensor)])
 
     def has_all(self) -> bool:
         """Whether all members begin a group on these lines. If not, they are closed here and at the others: a
@@ -102,7 +87,7 @@ class LineGroup:
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
-        own, here = _on_host(tensor), [_on_host(one) for one in into]
+        own, here = on_host(tensor), [on_host(one) for one in into]
         return self._begun(
             "gathering", lambda: self._group.gather(own, here), [*zip(here, into, strict=True)]
         )
@@ -111,14 +96,14 @@ class LineGroup:
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
-        own, here = _on_host(given), _on_host(taken)
+        own, here = on_host(given), on_host(taken)
         return self._begun(
             "exchange", lambda: self._group.exchange(own, lengths, here, taken_lengths), [(here, taken)]
         )
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`."""
-        here = _on_host(tensor)
+        here = on_host(tensor)
         return self._begun("copy", lambda: self._group.copy_from(here, source), [(here, tensor)])
 
     def go_on(self, bell: Bell) -> None:
@@ -128,12 +113,12 @@ class LineGroup:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
-        here = _on_host(tensor)
+        here = on_host(tensor)
         self._begun("send", lambda: self._group.message(here, self.rank, to), []).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
-        here = _on_host(tensor)
+        here = on_host(tensor)
         self._begun("receive", lambda: self._group.message(here, source, self.rank), [(here, tensor)]).wait()
 
     def abort(self) -> None:
@@ -151,13 +136,7 @@ class LineGroup:
         else:
             keep(self._lines)
 
-    def _begun(
-        self,
-        what: str,
-        begin: Callable[[], Waiting],
-        places: list[tuple[Tensor, Tensor]],
-        end: Callable[[], None] = lambda: None,
-    ) -> Waiting:
+    def _begun(self, what: str, begin: Callable[[], Waiting], places: list[tuple[Tensor, Tensor]]) -> Waiting:
         """What has begun, and ends once what came to the host is where it belongs."""
         with self._named(what):
             begun = begin()
@@ -167,7 +146,6 @@ class LineGroup:
             while under_way:  # only once
                 with self._named(what):
                     under_way.pop().wait()
-                    end()
                 for here, there in places:
                     if here is not there:
                         there.copy_(here)

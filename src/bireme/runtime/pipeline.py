@@ -216,7 +216,7 @@ class Pipeline:
         if averagers is not None:
             averagers.join(replicas_of(fabric, self.layout), None, self.device)
         self._spare = fabric.everyone()
-        if settings.reads_apart and (everyone := fabric.group(range(fabric.size))) is not None:
+        if settings.reads_apart and (everyone := fabric.group(range(fabric.size), on_host=True)) is not None:
             weighs = self.plan.num_stages - 1 in self.stages
             self.cutter = replace(self.cutter, add_up=everyone.all_reduce, weighs=weighs)
         norms_of, is_apart = None, self.plan.source.settled().updates_apart

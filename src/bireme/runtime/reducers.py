@@ -10,7 +10,7 @@ from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.shared_weights import Sharers
 from bireme.runtime.stage_messages import Transport
 from bireme.sync.coded import GradientSummation
-from bireme.sync.group import DirectSums, Group, SingleRankGroup
+from bireme.sync.group import Group, SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reducer
 
 
@@ -42,9 +42,10 @@ def reducer_of(
         gathers = replicas_of(fabric, layout)
         sums = replicas_of(fabric, layout) if sharers.gathers else None
         sharers.join(gathers, sums, device, how)
-    everyone = fabric.group(range(fabric.size)) if quick is None and fabric.size > 1 else SingleRankGroup()
-    assert everyone is not None, "every rank is one of all"
-    control = quick or DirectSums(everyone)
+    is_alone = quick is not None or fabric.size == 1
+    everyone = SingleRankGroup() if is_alone else fabric.group(range(fabric.size), on_host=True)
+    control = quick or everyone
+    assert control is not None, "every rank is one of all"
     # Every rank makes all groups, in the same order, and keeps its own.
     of_ranks = {ranks: fabric.group(ranks) for ranks in sorted(set(layout.tied.values()))}
     tied: dict[str, Group] = {

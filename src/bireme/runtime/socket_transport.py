@@ -317,8 +317,6 @@ class SocketTransport:
         self._moves = [
             (line, line.connection.socket.fileno(), partial(self.move, line)) for line in self._lines.values()
         ]
-        self.on_arrival: Callable[[], None] | None = None
-        """Called whenever this rank is about to sleep, so that it does for others what it can."""
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> SocketPending:
         """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
@@ -347,7 +345,6 @@ class SocketTransport:
         for line in self._all:
             line.connection.close()
         self._poller.close()
-        self.on_arrival = None  # whose owner has this transport in turn
 
     def abort(self) -> None:
         """Give up: break all connections, which wakes whoever waits on them."""
@@ -397,8 +394,6 @@ class SocketTransport:
 
     def poll(self, seconds: float) -> None:
         """Sleep until some line can move or a large message is done with, and move what can."""
-        if self.on_arrival is not None:
-            self.on_arrival()
         for line, file, move in self._moves:
             self._poller.want(file, line.awaited_events(), move)
         self._poller.wait(seconds, awake_s=self._awake_s)

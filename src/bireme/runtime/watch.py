@@ -1,8 +1,8 @@
 """The watch of a rank: it shows the others that this one lives, and finds out why others do not.
 
 A daemon thread does all the talking to the store, because a store can block; the rank's own thread asks this
-object only, and never waits longer than it says. The thread cannot free the main thread from a wait in gloo
-or NCCL, except by aborting what it waits in; so it ends the process if that does not end by itself.
+object only, and never waits longer than it says. The thread cannot free the main thread from a wait,
+except by aborting what it waits in; so it ends the process if that does not end by itself.
 """
 
 import os
@@ -37,7 +37,7 @@ def is_of_a_peer(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, PeerLost | AbortedError | dist.DistError):
             return True
-        # Gloo has no type of its own: its errors name the line of gloo that they come from.
+        # Gloo, which a program may use, has no type of its own: its errors name the line that they come from.
         if isinstance(error, RuntimeError) and "gloo/" in str(error):
             return True
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""The world: this process as one rank among others, and torch.distributed joined for as long as it is open.
+"""The world: this process as one rank among others for as long as it is open.
 
 It is the same under `bireme.launch`, under torchrun and alone. Nothing here knows the engine.
 """
@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Self, get_args
@@ -21,7 +20,6 @@ from bireme.devices import (
     ACCELERATOR,
     KINDS,
     Backend,
-    backend_config,
     device_of_process,
     num_accelerators,
     use,
@@ -31,7 +29,7 @@ from bireme.runtime.board import Board, RankFailed, die_with_parent
 from bireme.runtime.line_group import GroupLines
 from bireme.runtime.stores import HashStore, PrefixStore, Store, environment_store, part_of, torch_store
 from bireme.runtime.watch import Watch, is_of_a_peer
-from bireme.wire.listener import own_address, sealed
+from bireme.wire.listener import own_address
 
 _JOIN_S = 120.0
 """The least time that ranks have to join: starting Python and importing torch takes what it takes."""
@@ -77,6 +75,7 @@ class World:
         self.device = device_of_process(self._kind if self._kind in KINDS else "cpu", local_rank)
         self.store = PrefixStore("shared", store)
         self._group_store: Store = PrefixStore("group", store)
+        self._has_torch = False
         self.group_lines: dict[tuple[int, ...], deque[GroupLines]] = {}
         """Lines among some ranks that no group uses at present: for the next pipeline."""
         self.watch = Watch(Board(store, size), rank, size, timeout_s=timeout_s, ends_quietly=ends_quietly)
@@ -107,14 +106,6 @@ class World:
             device=device,
         )
 
-    def sealed(self) -> AbstractContextManager[None]:
-        """For the making of a group: nobody connects afterwards to the sockets that gloo listens on.
-
-        NCCL connects when it needs to, and so does gloo if it is asked to.
-        """
-        is_lazy = self.backend == "nccl" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
-        return nullcontext() if is_lazy else sealed()
-
     def _store_of_groups(self) -> Store:
         """The run's, but with NCCL one of torch's own: NCCL's threads ask it for as long as there is a group,
         and must not wait for this process's Python.
@@ -129,25 +120,34 @@ class World:
             self._group_store = torch_store(address, int(port), timeout_s=self.timeout_s)
         return self._group_store
 
-    def __enter__(self) -> Self:
+    def join_torch(self) -> None:
+        """Join torch.distributed until the world is closed, if this world has not. With the backend nccl it
+        joins by itself; with gloo a program that calls torch.distributed does it by this.
+        """
+        if self._has_torch:
+            return
         if dist.is_initialized():
             raise BiremeError(
                 "torch.distributed is already initialized in this process. Leave that to Bireme: remove the "
                 "call of init_process_group, or close the world that is open."
             )
+        dist.init_process_group(
+            self.backend,
+            store=self._store_of_groups(),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout_s),
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+        self._has_torch = True
+
+    def __enter__(self) -> Self:
         self.watch.start()
         try:
             _check(self.backend, self._kind, self._local_rank)
             self.watch.wait_for_everyone(max(self.timeout_s, _JOIN_S))
-            with self.sealed():
-                dist.init_process_group(
-                    backend_config(self.backend),
-                    store=self._store_of_groups(),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=timedelta(seconds=self.timeout_s),
-                    device_id=self.device if self.backend == "nccl" else None,
-                )
+            if self.backend == "nccl":
+                self.join_torch()
             use(self.device)
         except BaseException as error:
             self._leave(error)
@@ -172,7 +172,7 @@ class World:
                 while kept:
                     kept.popleft().close()
             # NCCL's communicators wait for ranks that are gone; those of a failed process end with it.
-            if dist.is_initialized() and (orderly or self.backend == "gloo"):
+            if self._has_torch and dist.is_initialized() and (orderly or self.backend == "gloo"):
                 dist.destroy_process_group()
 
     def _fail(self, error: BaseException) -> None:

@@ -72,9 +72,7 @@ def cluster_network(
         )
     rings = [*(replicas or {}).values()]
     agreeing = {*devices, *(device for ring in rings for device in ring)}
-    has_replicas = any(len(ring) > 1 for ring in rings)
-    agree_s = agreement_s(cluster, agreeing, has_replicas=has_replicas)
-    return Network(tuple(wires.wires), paths, sync_paths, agree_s)
+    return Network(tuple(wires.wires), paths, sync_paths, agreement_s(cluster, agreeing))
 
 
 class _Wires:
@@ -125,13 +123,9 @@ def _over_nccl(cluster: Cluster, devices: Collection[int]) -> bool:
     return all(placed[device].device.kind == "cuda" for device in devices)
 
 
-def agreement_s(cluster: Cluster, devices: Collection[int], *, has_replicas: bool) -> float:
-    """The latency of the agreement on a batch. Ranks of a pipeline alone send their numbers to the first
-    rank, which sends back the sum. With replicas each sends its own to all; beside NCCL that is done by gloo,
-    which asks before it sends.
-    """
-    trip_s = round_trip_s(cluster, devices)
-    return trip_s / 2 if has_replicas and not _over_nccl(cluster, devices) else trip_s
+def agreement_s(cluster: Cluster, devices: Collection[int]) -> float:
+    """The latency of the agreement on a batch, for which each rank sends its numbers to all others."""
+    return round_trip_s(cluster, devices) / 2
 
 
 def round_trip_s(cluster: Cluster, devices: Collection[int]) -> float:

@@ -32,7 +32,7 @@ from bireme.sync.exchange import (
     sum_parts,
 )
 from bireme.sync.feedback import BASIS, RESIDUAL, Feedback
-from bireme.sync.group import DirectSums, Group
+from bireme.sync.group import Group
 from bireme.sync.slices import DENSE_SLICE_BYTES
 
 _FLAGS, _FLAG_BYTES = "", 4
@@ -120,7 +120,7 @@ class GradientSummation:
             lefts = {one.name: one.left for one in matrices}
             sum_all(group, {_FLAGS: numbers, **whole, **lefts}, apart, slice_bytes, sent)
         else:
-            DirectSums(group).all_reduce(numbers).wait()
+            group.all_reduce(numbers).wait()
             sent.sent += (group.size - 1) * numbers.nbytes
         note_held(gradients, names, numbers)
         held = [one for one in matrices if one.name in gradients.held]

@@ -6,17 +6,13 @@ same order, and a group belongs to one thread of its process. Nothing here knows
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.devices import staged
 from bireme.wire.connection import Bell
-
-_UNUSED_TAG = 2**31 - 1
 
 _Result = TypeVar("_Result")
 
@@ -109,13 +105,15 @@ class MessageGroup(OwnedGroup, Protocol):
 
 
 class DistGroup:
-    """A process group of torch.distributed, which nobody else may use: its collectives have no names.
+    """A process group of torch.distributed, which nobody else may use: its collectives have no names. Tensors
+    go through the memory of `device`.
 
     Collectives give up after the timeout that the process group was made with.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self._held: dist.ProcessGroup | None = process_group
+        self._device = device
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._members = ", ".join(map(str, dist.get_process_group_ranks(process_group)))
@@ -123,17 +121,17 @@ class DistGroup:
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to replace the tensor, in place, by its sum over the group."""
-        here = staged(tensor)
+        here = tensor.to(self._device)
         return self._begun(
             "sum", lambda group: dist.all_reduce(here, group=group, async_op=True), [(here, tensor)]
         )
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Pending:
         """Begin to fill `into` with the members' tensors."""
-        here = [staged(one) for one in into]
+        own, here = tensor.to(self._device), [one.to(self._device) for one in into]
         return self._begun(
             "gathering",
-            lambda group: dist.all_gather(here, staged(tensor), group=group, async_op=True),
+            lambda group: dist.all_gather(here, own, group=group, async_op=True),
             [*zip(here, into, strict=True)],
         )
 
@@ -141,13 +139,13 @@ class DistGroup:
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with theirs."""
-        here = staged(taken)
-        # As bytes, because gloo does not know all types.
+        own, here = given.to(self._device), taken.to(self._device)
+        # As bytes, because not all types are known there.
         return self._begun(
             "exchange",
             lambda group: dist.all_to_all_single(
                 here.view(torch.uint8),
-                staged(given).view(torch.uint8),
+                own.view(torch.uint8),
                 [given.itemsize * length for length in taken_lengths],
                 [given.itemsize * length for length in lengths],
                 group=group,
@@ -158,7 +156,7 @@ class DistGroup:
 
     def copy_from(self, tensor: Tensor, source: int) -> Pending:
         """Begin to fill the tensor with that of the member `source`."""
-        here = staged(tensor)
+        here = tensor.to(self._device)
         whole = here.view(torch.uint8)
         return self._begun(
             "copy",
@@ -168,17 +166,17 @@ class DistGroup:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to the member `to`."""
-        self._do("send", lambda group: dist.send(staged(tensor), group=group, group_dst=to))
+        self._do("send", lambda group: dist.send(tensor.to(self._device), group=group, group_dst=to))
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
-        here = staged(tensor)
+        here = tensor.to(self._device)
         self._do("receive", lambda group: dist.recv(here, group=group, group_src=source))
         if here is not tensor:
             tensor.copy_(here)
 
     def go_on(self, bell: Bell) -> None:
-        """Gloo and NCCL move what has begun in threads of their own."""
+        """NCCL moves what has begun in threads of its own."""
         bell.listen()
 
     def abort(self) -> None:
@@ -189,13 +187,6 @@ class DistGroup:
         self._is_aborted = True
         with suppress(RuntimeError):
             group.abort()
-        if self.size > 1:
-            # Gloo leaves waits waiting then. But a timeout breaks all connections of its group, and a receive
-            # of what is never sent times out at once.
-            with suppress(RuntimeError):
-                never = torch.empty(1, dtype=torch.uint8)
-                work = group.recv([never], (self.rank + 1) % self.size, _UNUSED_TAG)
-                work.wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Destroy the process group, unless torch.distributed has done that with all of them."""
@@ -242,30 +233,6 @@ class DistGroup:
         if self._is_aborted:
             return AbortedError(f"This rank has given up the group of the processes {self._members}.")
         return CollectiveError(f"A {what} over the processes {self._members} failed: {error}")
-
-
-class DirectSums:
-    """Sums of a few numbers over a group: each member sends its own to every other member and adds up all of
-    them, in the members' order. On late links this takes one message, and a ring one for each of its hops:
-    two between two members, for as many bytes.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.size = group.size
-        self._group = group
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Begin to replace the tensor, in place, by its sum over the group."""
-        lengths = [tensor.numel()] * self.size
-        given = tensor.flatten().repeat(self.size)
-        taken = torch.empty_like(given)
-        pending = self._group.exchange(given, lengths, taken, lengths)
-
-        def wait() -> None:
-            pending.wait()
-            tensor.copy_(taken.view(self.size, -1).sum(0).view_as(tensor))
-
-        return Waiting(wait)
 
 
 def add_in_order(own: Tensor, member: int, others: Sequence[Tensor]) -> None:

@@ -49,15 +49,7 @@ from bireme.train.launching import (
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun, prepared_before
 from bireme.train.rank_zero_setup import RunSetup, parts_of_hosts
-from bireme.train.rendezvous import (
-    NAMED,
-    Announcements,
-    Environment,
-    HostOrders,
-    Orders,
-    let_gloo_use_the_way_to,
-    until,
-)
+from bireme.train.rendezvous import Announcements, Environment, HostOrders, Orders, until
 from bireme.train.run_checkpoints import HostKeeper
 from bireme.train.run_file import RunFile
 from bireme.wire.listener import own_address
@@ -271,13 +263,9 @@ def train_on_host(
     gpus = gpus_here(names, read_cluster(folder.cluster), orders.device)
     # The address of this host is the same while it is cut off.
     own_environment = dict.fromkeys(_OF_THE_LAUNCHER) | {VISIBLE: gpus, "BIREME_ADDRESS": own_address()}
-    if not host.spans:
-        own_environment[NAMED] = None
     came: list[int] = []
     try:
         with signals_passed_on() as came, environment(own_environment):
-            if host.spans:
-                let_gloo_use_the_way_to(own_address())
             outcomes = launch_here(
                 run,
                 folder,

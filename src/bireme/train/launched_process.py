@@ -60,7 +60,6 @@ from bireme.train.rendezvous import (
     Orders,
     digest_of,
     encryption_of,
-    let_gloo_use_the_way_to,
     rendezvous,
     until,
 )
@@ -124,7 +123,6 @@ def join(
             with suppress(RunLostError):
                 return _on_host(*back, environment.rank, None, keeper, folders)
             ends_s = _lost(environment)
-        let_gloo_use_the_way_to(os.environ.get("MASTER_ADDR", ""))
         while True:
             try:
                 store = rendezvous(environment) if ends_s is None else rendezvous(environment, MOST_ALONE_S)

@@ -10,11 +10,8 @@ import json
 import os
 import re
 import secrets
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,38 +31,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.rank_part import RunStart
 from bireme.train.run_data import Census
 from bireme.train.run_file import RunFile
-from bireme.wire.listener import address_towards
-
-# Which network card leads to the other machines of a run.
-#
-# Gloo takes the one of this machine's own name, which on many machines is the loopback: then no other machine
-# can answer.
-
-NAMED = "GLOO_SOCKET_IFNAME"
-
-_ASK_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux: the address of a card by its name."""
-
-
-def let_gloo_use_the_way_to(host: str) -> None:
-    """Have gloo use the card that reaches a host, unless a card is named already or none is found.
-
-    A host that is this machine by its loopback names no card, for other machines may be in the run.
-    """
-    if NAMED in os.environ or sys.platform != "linux":
-        return
-    import fcntl  # not on every system
-
-    address = address_towards(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, card in socket.if_nameindex() if address and not address.startswith("127.") else ():
-            with suppress(OSError):  # a card without an address
-                request = card.encode()[:15].ljust(40, b"\0")
-                found = fcntl.ioctl(probe.fileno(), _ASK_ADDRESS, request)[20:24]
-                if socket.inet_ntoa(found) == address:
-                    os.environ[NAMED] = card
-                    return
-
 
 # What rank 0 tells the processes that a launcher has started, once it has made a run ready.
 

@@ -13,21 +13,17 @@ have no thread and no memory of their own. From the answer on, a connection that
 (`encryption.py`). The HMACs cover the policy, so nobody between the ends can turn that off.
 """
 
-import ctypes
 import hashlib
 import hmac
 import os
 import secrets
 import select
 import socket
-import stat
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from bireme.errors import BiremeError
@@ -378,40 +374,3 @@ def address_towards(host: str) -> str:
         address: str = probe.getsockname()[0]
         return address
     return ""
-
-
-# Listening sockets that a library opens in this process, which ask for no key.
-#
-# Gloo opens one for each group. It keeps the socket of each stranger, and aborts the process when it can open
-# no more. Once a group is made, all its members have connected, so nobody else needs to.
-
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-"""A filter of the kernel's with one instruction: return 0 bytes of every packet."""
-
-
-@contextmanager
-def sealed() -> Iterator[None]:
-    """From its end on, nobody connects to TCP sockets that began to listen inside. Only on Linux."""
-    before = _listening_here().keys()
-    yield
-    program = struct.pack("HL", 1, ctypes.addressof(_DROP_ALL))
-    for inode, file in _listening_here().items():
-        if inode not in before:
-            with suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
-                one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-
-
-def _listening_here() -> dict[int, int]:
-    """The files of this process's listening TCP sockets, by their inodes."""
-    found: dict[int, int] = {}
-    for path in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
-        with suppress(OSError):  # a file that was closed meanwhile
-            status, file = path.stat(), int(path.name)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(file)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[status.st_ino] = file
-    return found

@@ -180,12 +180,11 @@ class ReplicaNetworks:
         """
         if self._problem.sums_in_rounds:
             alone = frozenset(row[replica] for row in self._grid)
-            return self._problem.agreement_s(alone, has_replicas=False)
+            return self._problem.agreement_s(alone)
         if site not in self._members:
             own = self._sites[site]
             self._members[site] = frozenset(chain.from_iterable(row[own] for row in self._grid))
-        has_replicas = len(self._members[site]) > len(self._grid)
-        return self._problem.agreement_s(self._members[site], has_replicas=has_replicas)
+        return self._problem.agreement_s(self._members[site])
 
     @cached_property
     def _ring_latencies_s(self) -> list[list[float]]:

@@ -31,8 +31,10 @@ from bireme.errors import BiremeError, Progress
 from bireme.memory.disk_tier import HostTier, make_direct
 from bireme.memory.system_memory import chunk_memory
 from bireme.profile.control import device_here
+from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
 from bireme.runtime.world import World
+from bireme.sync.group import MessageGroup
 
 if TYPE_CHECKING:
     from bireme.devices import Backend
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 # Flows between ranks, timed: how late a message is, how fast flows go alone and at once, what a sum takes.
 #
 # Every function is called by all ranks of the world at the same time, with the same arguments, and gives the
-# same on all. Messages go over torch.distributed: between CPUs over gloo, between CUDA devices over NCCL.
+# same on all. Flows go over torch.distributed: between CPUs over gloo, between CUDA devices over NCCL.
 
 _SMALL_BYTES = 64
 _FIRST_BYTES = 32 * 1024
@@ -55,24 +57,24 @@ class _ProbeMember:
     """What one rank needs to take part: the world, and a group in which all agree on numbers on the CPU."""
 
     world: World
-    agreeing: dist.ProcessGroup
+    agreeing: MessageGroup
 
     @staticmethod
     def of(world: World) -> "_ProbeMember":
         """All ranks make one together."""
-        made = dist.new_group(list(range(world.size)), backend="gloo")
-        assert made is not None
-        return _ProbeMember(world, made)
+        if world.backend != "nccl":
+            world.join_torch()
+        return _ProbeMember(world, DistFabric(world).everyone())
 
     def everyone(self, numbers: Sequence[float]) -> list[float]:
         """The sums of all ranks' numbers; each is known to one rank, and zero elsewhere."""
         told = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(told, group=self.agreeing)
+        self.agreeing.all_reduce(told).wait()
         return [float(one) for one in told]
 
     def together(self) -> None:
         """Return when all ranks have come here."""
-        dist.barrier(group=self.agreeing)
+        self.everyone([0.0])
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.world.device)

@@ -216,6 +216,10 @@ class PeerLine:
 
 
 PIECE_BYTES = 512 * 1024
+_WHOLE_BYTES, _FEW_BYTES = 64 * 1024, 4096
+"""The most that a member sends whole to several others together, and what it sends to however many: parts are
+fewer bytes, but two messages.
+"""
 LOOK_S = 0.05
 """How often a wait looks whether the attempt is still wanted."""
 
@@ -305,8 +309,27 @@ class RoundGroup:
         """Frames may still be on their way from these tensors."""
 
     def all_reduce(self, tensor: Tensor) -> Waiting:
-        """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member."""
-        return self.add_up([tensor.clone()], [tensor])
+        """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member. A
+        few numbers take one message to each member, and go on without a member that waits for others.
+        """
+        flat = tensor.view(-1)
+        if not self.sends_whole(flat.nbytes):
+            return self.add_up([flat.clone()], [flat])
+        room = {place: torch.empty_like(flat) for place in self.others}
+        swapped = self.swap(dict.fromkeys(self.others, flat), room)
+
+        def wait() -> None:
+            swapped.wait()
+            if room:  # only once
+                add_in_order(flat, self.rank, [*room.values()])
+                room.clear()
+
+        return Waiting(wait, swapped.is_done)
+
+    def sends_whole(self, num_bytes: int) -> bool:
+        """Whether a tensor of that length is sent whole to all members to be summed."""
+        most_bytes = max(_FEW_BYTES, _WHOLE_BYTES // max(self.size - 1, 1))
+        return self.size == 2 or num_bytes <= most_bytes
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Waiting:
         """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
