@@ -1,6 +1,7 @@
 """Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower."""
 
 import os
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -56,5 +57,7 @@ def _compiled(function: _Function, **options: Any) -> _Function:
 
 
 def pays_off(num_values: int) -> bool:
-    """Whether a compiled loop over so many values is faster than operations of torch and numpy."""
-    return IS_COMPILED and num_values >= FEWEST_VALUES
+    """Whether a codec's compiled loop is faster than operations of torch and numpy. Loops that are loaded are
+    faster for any number of values.
+    """
+    return IS_COMPILED and (num_values >= FEWEST_VALUES or "bireme.codec.loops" in sys.modules)

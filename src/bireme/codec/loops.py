@@ -329,13 +329,9 @@ def encode_blocks(
             rotate_blocks(values[:count], signs, rotated)
         _scale(rotated.view(np.int32), width, factor, scales[begin:end], shares)
         if starts.size:
-            for number in range(end - begin):
-                at = begin + number
-                start = starts[at // in_noise] + at % in_noise * width
-                block = slice(number * width, (number + 1) * width)
-                _round_by_chance(
-                    rotated[block], shares[number], noise[start : start + width], offset, codes[block]
-                )
+            _round_by_chance(
+                rotated, width, shares[: end - begin], noise, starts, in_noise, begin, offset, codes
+            )
         else:
             _round(rotated, width, shares[: end - begin], offset, codes)
         if end == scales.size:  # what is left of the bytes is zero
@@ -455,13 +451,28 @@ def _round(values: _Floats, width: int, shares: _Floats, offset: Any, codes: Byt
 
 
 @compiled
-def _round_by_chance(block: _Floats, share: Any, noise: _Floats, offset: Any, codes: Bytes) -> None:
-    """The same for one block, with noise added."""
-    if share != share:
-        codes[:] = 0
-    else:
-        for place in range(block.size):
-            codes[place] = np.uint8(np.int32(block[place] * share + noise[place] + offset))
+def _round_by_chance(
+    values: _Floats,
+    width: int,
+    shares: _Floats,
+    noise: _Floats,
+    starts: NDArray[np.int64],
+    in_noise: int,
+    begin: int,
+    offset: Any,
+    codes: Bytes,
+) -> None:
+    """The same for the blocks from the number `begin` on, with noise added."""
+    for number in range(shares.size):
+        share, first, at = shares[number], np.uint64(number * width), begin + number
+        start = np.uint64(starts[at // in_noise] + at % in_noise * width)
+        if share != share:
+            codes[number * width : (number + 1) * width] = 0
+        else:
+            for place in range(width):
+                at_place = first + np.uint64(place)
+                value = values[at_place] * share + noise[start + np.uint64(place)]
+                codes[at_place] = np.uint8(np.int32(value + offset))
 
 
 @compiled

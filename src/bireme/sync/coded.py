@@ -21,7 +21,7 @@ from torch import Tensor
 from bireme.codec.lowrank import as_matrix, first_basis, next_basis, orthonormal_all, product
 from bireme.codec.sum_description import DENSE, SumCodec, SumKind
 from bireme.sync.arrivals import Bucket
-from bireme.sync.coded_messages import Messages, coder_of, even_cuts, pieces_of, seed_name
+from bireme.sync.coded_messages import Given, Messages, coder_of, even_cuts, pieces_of, seed_name
 from bireme.sync.exchange import (
     BatchGradients,
     SentBytes,
@@ -131,12 +131,11 @@ class GradientSummation:
         done = {*whole, *(one.name for one in matrices)}
         left = [name for name in names if name not in done and name in gradients.held]
         coder = None if matrices or not coded else coder_of(self.codec, keeps=self.feedback is not None)
-        owners: Sequence[int | None] = range(group.size) if in_parts else [None]
+        given, cuts = _given(left, views, kept), None
+        if in_parts:
+            cuts = tuple(tuple((cut.start, cut.stop) for cut in gradients.cuts[name]) for name in left)
         bundles = kind is SumKind.BITS
-        pieces = [
-            [*pieces_of(owner, group.rank, word, left, views, gradients.cuts, kept, apart, bundles=bundles)]
-            for owner in owners
-        ]
+        pieces = pieces_of(given, views, kept, cuts, group.rank, word, apart, bundles=bundles)
         if in_parts:
             summed = [name for name in views if name in gradients.held]
             own = (views[name].view(-1)[gradients.cuts[name][group.rank]].nbytes for name in summed)
@@ -169,7 +168,6 @@ class GradientSummation:
             to_all=not is_cut,
             of_sums=coder_of(self.codec.of_sums, keeps=keeps) if is_cut else None,
         )
-        owners: Sequence[int | None] = range(group.size) if is_cut else [None]
         arrivals, noted, flags = gradients.arrivals, list[str](), list[Tensor]()
         whole = [Bucket((*views,), ())]
         for bucket in whole if arrivals is None else arrivals.in_turn(group, messages.go_on):
@@ -180,15 +178,12 @@ class GradientSummation:
                 flags = [torch.cat(flags).float()]
                 own = {_FLAGS: flags[0], **own}
             kept = self._opened({name: view for name, view in own.items() if name in coded})
-            cuts = even_cuts([*own], own, kept, factors, apart) if is_cut else {}
+            given, cuts = _given([*own], own, kept), None
+            if is_cut:
+                cuts = even_cuts(given, tuple(factors), frozenset(apart))
             bundles = self.codec.kind is SumKind.BITS
-            messages.add(
-                [
-                    [*pieces_of(owner, group.rank, word, [*own], own, cuts, kept, apart, bundles=bundles)]
-                    for owner in owners
-                ],
-                slice_bytes // len(owners),
-            )
+            pieces = pieces_of(given, own, kept, cuts, group.rank, word, apart, bundles=bundles)
+            messages.add(pieces, slice_bytes // len(pieces))
         messages.finish()
         note_held(gradients, noted, flags[0])
         if self.feedback is not None:
@@ -237,6 +232,16 @@ class GradientSummation:
             gradients.held.add(name)
         for name in gradients.held.intersection(names) if factor != 1.0 else ():
             views[name].mul_(factor)
+
+
+def _given(
+    names: Sequence[str], views: Mapping[str, Tensor], kept: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[Given, ...]:
+    """Gradients as those know them who cut and bundle them."""
+    return tuple(
+        Given(name, view.numel(), (view.dtype, name in kept, RESIDUAL in kept.get(name, ())))
+        for name, view in ((name, views[name]) for name in names)
+    )
 
 
 # Low rank: factors for all members, and of the product what a member owns.

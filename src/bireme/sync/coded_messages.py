@@ -5,8 +5,9 @@ and coded as one.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from zlib import crc32
 
@@ -38,6 +39,9 @@ class Piece:
     the gradient, None if the piece goes as it is; what it has not sent stays in `residual`, if that is kept.
     `chance` seeds what is random in the message, and `threshold` names the piece's own. One that `is_own` is
     added up here.
+
+    A bundle has copies of its `parts`, each of which begins with a block of its own: their lengths are in
+    `lengths`, each with the elements up to the next part. It must `settle`.
     """
 
     target: Tensor
@@ -47,121 +51,171 @@ class Piece:
     chance: str
     threshold: str = THRESHOLD
     is_own: bool = True
-    size: int = 0
-    """Its elements; to ask the tensor takes as long as to code thousands."""
-    parts: tuple["Piece", ...] = ()
-    """What it is a bundle of."""
+    lengths: tuple[int, ...] = ()
+    parts: Sequence[Tensor] = ()
+    residuals: Sequence[Tensor] = ()
 
     def clear_between(self) -> None:
         """Make what lies between the parts of a bundle zero again, in the target."""
-        begin = 0
-        for one in self.parts:
-            end = begin + _whole_blocks(one.size)
-            if begin + one.size < end:
-                self.target[begin + one.size : end] = 0
-            begin = end
+        if any(self.lengths[1::2]):
+            torch._foreach_zero_(self.target.split_with_sizes(self.lengths)[1::2])
 
     def settle(self) -> None:
-        """Put into the parts of a bundle what has come of it."""
-        begin = 0
-        for one in self.parts:
-            one.target.copy_(self.target[begin : begin + one.size])
-            if one.residual is not None and self.residual is not None:
-                one.residual.copy_(self.residual[begin : begin + one.size])
-            begin += _whole_blocks(one.size)
+        """Put the sums of a bundle and what was not sent where they belong."""
+        torch._foreach_copy_(self.parts, self.target.split_with_sizes(self.lengths)[::2])
+        if self.residual is not None:
+            torch._foreach_copy_(self.residuals, self.residual.split_with_sizes(self.lengths)[::2])
 
 
 MOST_BUNDLED = 2**16
 """Values: to code many small tensors one by one takes longer than to code their values."""
 
 
-def _bundled(parts: Sequence[Piece]) -> Piece:
-    """Small pieces that are alike as one, in which each begins with a block of its own. It must `settle`."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    size, begin = sum(_whole_blocks(one.size) for one in parts), 0
-    wanted = first.wanted.new_zeros(size)
-    for one in parts:
-        wanted[begin : begin + one.size] = one.wanted
-        begin += _whole_blocks(one.size)
-    residual = None if first.residual is None else wanted
-    target = wanted if residual is None else torch.empty_like(wanted)
-    return replace(first, target=target, wanted=wanted, residual=residual, size=size, parts=tuple(parts))
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A gradient that is summed: its name, its elements, and what those have in common that go together."""
+
+    name: str
+    size: int
+    kind: tuple[torch.dtype, bool, bool]
+    """The type, whether it is coded, and whether what is not sent of it is kept."""
 
 
-def _whole_blocks(count: int) -> int:
-    return -(-count // BLOCK) * BLOCK
+_Cuts = tuple[tuple[tuple[int, int], ...], ...]
+"""By gradient, the first element of each owner's piece and the one after its last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Pieces that are coded as one: gradients by name, the elements of each, None for all of them, and the
+    `lengths` of a bundle.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[slice | None, ...]
+    lengths: tuple[int, ...]
+
+
+_NUM_LAYOUTS = 64
+"""Layouts that are kept, for they are the same in every batch."""
+
+
+@lru_cache(maxsize=_NUM_LAYOUTS)
+def _lots_of(given: tuple[Given, ...], cuts: _Cuts, apart: frozenset[str], most: int) -> list[list[_Lot]]:
+    """The pieces of some gradients, by owner. Small ones of one kind are bundled, at most that many values,
+    but for those that are `apart`.
+    """
+    found = []
+    for owner in range(len(cuts[0]) if cuts else 0):
+        lots: list[_Lot] = []
+        small: dict[object, list[tuple[str, slice | None, int]]] = {}
+        sizes: Counter[object] = Counter()
+        for one, places in zip(given, cuts, strict=True):
+            begin, end = places[owner]
+            size = end - begin
+            if not size:
+                continue
+            piece = one.name, None if size == one.size else slice(begin, end), size
+            if one.name in apart or size > most:
+                lots.append(_lot([piece]))
+                continue
+            if sizes[one.kind] + size > most:
+                lots.append(_lot(small.pop(one.kind)))
+                del sizes[one.kind]
+            small.setdefault(one.kind, []).append(piece)
+            sizes[one.kind] += size
+        found.append([*lots, *map(_lot, small.values())])
+    return found
+
+
+def _lot(pieces: Sequence[tuple[str, slice | None, int]]) -> _Lot:
+    names, places, sizes = zip(*pieces, strict=True)
+    return _Lot(names, places, tuple(length for size in sizes for length in (size, -size % BLOCK)))
 
 
 def pieces_of(
-    owner: int | None,
+    given: tuple[Given, ...],
+    views: Mapping[str, Tensor],
+    kept: Mapping[str, dict[str, Tensor]],
+    cuts: _Cuts | None,
     rank: int,
     word: str,
-    names: Sequence[str],
-    views: Mapping[str, Tensor],
-    cuts: Mapping[str, Sequence[slice]],
-    kept: Mapping[str, dict[str, Tensor]],
     apart: Collection[str],
     *,
     bundles: bool,
-) -> Iterator[Piece]:
-    """The pieces of some gradients that an owner has; without an owner the gradients whole. Small ones are
-    bundled, but for those that are `apart`.
+) -> list[list[Piece]]:
+    """The pieces of some gradients, by owner; without `cuts` the gradients whole. `word` seeds what is random
+    in their messages. Small ones are bundled, if any are, but for those that are `apart`.
     """
-    small: dict[object, list[Piece]] = {}
-    sizes: Counter[object] = Counter()
-    for name in names:
-        place = slice(0, views[name].numel()) if owner is None else cuts[name][owner]
-        if place.start == place.stop:
-            continue
-        target, own = views[name].view(-1)[place], kept.get(name)
-        residual = own[RESIDUAL].view(-1)[place] if own and RESIDUAL in own else None
-        wanted = target if residual is None else residual
-        chance, threshold = f"{word} {seed_name(name)}", THRESHOLD
-        if owner is not None:
-            chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
-        is_own, size = owner in (None, rank), place.stop - place.start
-        found = Piece(target, wanted, own, residual, chance, threshold, is_own=is_own, size=size)
-        if not bundles or name in apart or size > MOST_BUNDLED:
-            yield found
-            continue
-        kind = target.dtype, own is None, residual is None
-        if sizes[kind] + size > MOST_BUNDLED:
-            yield _bundled(small.pop(kind))
-            del sizes[kind]
-        small.setdefault(kind, []).append(found)
-        sizes[kind] += size
-    yield from (_bundled(alike) for alike in small.values())
+    whole = tuple(((0, one.size),) for one in given)
+    lots = _lots_of(given, cuts or whole, frozenset(apart), MOST_BUNDLED if bundles else 0)
+    return [
+        [_piece_of(lot, views, kept, word, None if cuts is None else owner, rank) for lot in own]
+        for owner, own in enumerate(lots)
+    ]
 
 
-def even_cuts(
-    names: Sequence[str],
+def _piece_of(
+    lot: _Lot,
     views: Mapping[str, Tensor],
-    coded: Collection[str],
-    factors: Sequence[float],
-    apart: Collection[str],
-) -> dict[str, list[slice]]:
+    kept: Mapping[str, dict[str, Tensor]],
+    word: str,
+    owner: int | None,
+    rank: int,
+) -> Piece:
+    first = lot.names[0]
+    chance, threshold, own = f"{word} {seed_name(first)}", THRESHOLD, kept.get(first)
+    if owner is not None:
+        chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
+    targets, residuals = _elements(views, lot), list[Tensor]()
+    if own and RESIDUAL in own:
+        residuals = _elements({name: kept[name][RESIDUAL] for name in lot.names}, lot)
+    sent = residuals or targets
+    is_own = owner in (None, rank)
+    if len(sent) == 1:
+        residual = residuals[0] if residuals else None
+        return Piece(targets[0], sent[0], own, residual, chance, threshold, is_own)
+    wanted = sent[0].new_zeros(sum(lot.lengths))
+    torch._foreach_copy_(wanted.split_with_sizes(lot.lengths)[::2], sent)
+    residual = wanted if residuals else None
+    target = torch.empty_like(wanted) if residuals else wanted
+    return Piece(target, wanted, own, residual, chance, threshold, is_own, lot.lengths, targets, residuals)
+
+
+def _elements(tensors: Mapping[str, Tensor], lot: _Lot) -> list[Tensor]:
+    """The elements of each tensor that belong to a lot, flat."""
+    return [
+        tensors[name].view(-1) if place is None else tensors[name].view(-1)[place]
+        for name, place in zip(lot.names, lot.places, strict=True)
+    ]
+
+
+@lru_cache(maxsize=_NUM_LAYOUTS)
+def even_cuts(given: tuple[Given, ...], factors: tuple[float, ...], apart: frozenset[str]) -> _Cuts:
     """The pieces of gradients that each member owns: about as many elements of all that is coded, and of the
     rest. Gradients that are `apart` are not cut, and their owners follow from their names. A member whose
     part does not count owns nothing, because what it keeps of sums would be lost.
     """
     owners = [member for member, factor in enumerate(factors) if factor] or [*range(len(factors))]
-    cuts = {name: [slice(0, 0)] * len(factors) for name in names}
-    for alike in ([name for name in names if (name in coded) is kind] for kind in (True, False)):
-        total, begin = sum(views[name].numel() for name in alike if name not in apart), 0
-        for name in alike:
-            start, end = 0, views[name].numel()
-            if name in apart:
-                cuts[name][owners[crc32(seed_name(name).encode()) % len(owners)]] = slice(0, end)
-                continue
-            for place, owner in enumerate(owners, 1):
-                wanted = -(-(total * place // len(owners) - begin) // BLOCK) * BLOCK
-                stop = min(max(wanted, start), end)
-                cuts[name][owner] = slice(start, stop)
-                start = stop
-            begin += end
-    return cuts
+    totals: Counter[bool] = Counter()
+    for one in given:
+        totals[one.kind[1]] += one.size * (one.name not in apart)
+    begins: Counter[bool] = Counter()
+    cuts = []
+    for one in given:
+        is_coded, start, end = one.kind[1], 0, one.size
+        pieces = [(0, 0)] * len(factors)
+        cuts.append(pieces)
+        if one.name in apart:
+            pieces[owners[crc32(seed_name(one.name).encode()) % len(owners)]] = 0, end
+            continue
+        for place, owner in enumerate(owners, 1):
+            wanted = -(-(totals[is_coded] * place // len(owners) - begins[is_coded]) // BLOCK) * BLOCK
+            stop = min(max(wanted, start), end)
+            pieces[owner] = start, stop
+            start = stop
+        begins[is_coded] += end
+    return tuple(map(tuple, cuts))
 
 
 def seed_name(name: str) -> str:
