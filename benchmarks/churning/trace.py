@@ -202,7 +202,7 @@ def read_trace(path: Path, *, unit_s: float | None = None) -> Trace:
     columns = replace(columns, unit_s=columns.unit_s if unit_s is None else unit_s)
     found = (_of_counts if columns.count >= 0 else _of_events)(rows, columns, wrong)
     if not found.machine_s:
-        raise BiremeError(f"In the trace {path} no machine is there for any time. Add arrivals before its end.")
+        raise BiremeError(f"In the trace {path} no machine is ever there. Add arrivals before its end.")
     return found
 
 

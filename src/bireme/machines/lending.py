@@ -82,7 +82,7 @@ def set_limits(memory: str, devices: str, rate: str) -> None:
     if memory:
         num_bytes = bytes_of(memory, "--memory")
         if num_bytes < LEAST_MEMORY_BYTES:
-            raise BiremeError(f"--memory is {memory!r}: lend at least 1GiB. A number without a unit is in bytes.")
+            raise BiremeError(f"--memory is {memory!r}: lend at least 1GiB; a number alone is in bytes.")
         os.environ[MEMORY_VARIABLE] = str(num_bytes)
     if rate:
         os.environ[RATE_VARIABLE] = str(round(bytes_per_s_of(rate, "--rate")))

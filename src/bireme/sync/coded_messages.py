@@ -62,9 +62,9 @@ class Piece:
 
     def settle(self) -> None:
         """Put the sums of a bundle and what was not sent where they belong."""
-        torch._foreach_copy_(self.parts, self.target.split_with_sizes(self.lengths)[::2])
+        torch._foreach_copy_([*self.parts], self.target.split_with_sizes(self.lengths)[::2])
         if self.residual is not None:
-            torch._foreach_copy_(self.residuals, self.residual.split_with_sizes(self.lengths)[::2])
+            torch._foreach_copy_([*self.residuals], self.residual.split_with_sizes(self.lengths)[::2])
 
 
 MOST_BUNDLED = 2**16
