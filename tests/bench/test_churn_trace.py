@@ -126,7 +126,7 @@ def test_a_new_machine_takes_the_place_of_one_that_is_gone(tmp_path: Path) -> No
         ("0,,arrives\n", "Line 1 .* names no machine"),
         ("0,a,arrives\n1,,end\n2,a,lost\n", "Line 2 .* is not its last line"),
         ("time_s,count\n0,many\n", "Line 2 .* has `many` machines"),
-        ("0,a,arrives\n", "no machine is there for any time"),
+        ("0,a,arrives\n", "no machine is ever there"),
         (f"0,{'a' * 200_000},arrives\n", "cannot be read: field larger than field limit"),
         ('{"data": [1, 2]}', "cannot be read: 'metadata'"),
         ('[0, "add"]', "cannot be read: not enough values"),
