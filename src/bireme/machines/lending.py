@@ -106,8 +106,8 @@ def _choose_devices(text: str) -> None:
     num_found = num_accelerators()
     if num_found < len(words):
         raise BiremeError(
-            f"--devices is {text!r}, and this machine has {num_found or 'none'} of these GPUs. `bireme doctor` lists "
-            f"its GPUs; --devices {NO_DEVICES} computes on the CPU."
+            f"--devices is {text!r}, and this machine has {num_found or 'none'} of these GPUs. "
+            f"`bireme doctor` lists its GPUs; --devices {NO_DEVICES} computes on the CPU."
         )
 
 
