@@ -1,6 +1,6 @@
 """Mappings: each once, equal devices and replicas told apart by nothing; and what requests leave of them."""
 
-from itertools import pairwise, permutations
+from itertools import islice, pairwise, permutations
 
 import pytest
 from hypothesis import given
@@ -229,3 +229,13 @@ def test_what_fits_nowhere_with_several_stages_on_a_rank_says_so_too() -> None:
     assert isinstance(answer, NothingFits)
     assert (answer.schedule, len(answer.stages)) == ("interleaved", 4)
     assert answer.device in str(answer)
+
+
+def test_a_pipeline_is_mapped_onto_one_server_also_if_a_smaller_one_is_faster() -> None:
+    """The devices of the server with the fastest mean came first. A further machine of one device led so to
+    pipelines over slow links only, 6 times as slow.
+    """
+    cluster = Cluster((server("a", devices(0.7, *[1.0] * 5)), server("b", devices(1.0))))
+    problem = PlanningProblem(UNITS, cluster, PlanRequest(32))
+    grids = promising_grids(problem, Outline("1f1b", 5, 1, (1,), 32))
+    assert any({problem.servers[row[0]] for row in grid} == {0} for grid in islice(grids, 2))

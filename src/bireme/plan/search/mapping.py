@@ -290,6 +290,11 @@ def device_orders(problem: PlanningProblem, count: int) -> Iterator[tuple[int, .
     fastest = arranged(speed, rising=False)[:count]
     chosen = set(fastest)
     yield fastest
+    strongest = sorted(
+        (sorted(own, key=lambda d: (-speed(d), d))[:count] for own in by_server.values()),
+        key=lambda own: (-sum(map(speed, own)), own[0]),
+    )  # on few servers, as links between them may be slow
+    yield tuple(device for own in strongest for device in own)[:count]
     for order in (
         problem.devices,
         arranged(memory, rising=False),
