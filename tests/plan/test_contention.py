@@ -268,3 +268,15 @@ def test_a_longer_batch_is_no_more_to_simulate(schedule: str) -> None:
         return evaluator.num_instructions
 
     assert num_instructions(2_000) <= num_instructions(100)
+
+
+def test_the_timeline_of_a_plan_is_of_its_slowest_replica() -> None:
+    """It was the first of the replicas with the busiest device, whatever crossed their links."""
+    own = (Device("any", "emulated", 1000),) * 3
+    servers = (Server(name, own, cards=(Card("net", (0, 1, 2), Link(1.0)),)) for name in "ab")
+    cluster, profile = Cluster((*servers,)), profile_of([1, 1], [2, 2], boundary_bytes=[4, 4])
+    grid = ("a/emulated0", "a/emulated1"), ("a/emulated2", "b/emulated0")
+    plan = Plan((1,), 8, "1f1b", width=2, micro_batch_sizes=(1, 1), devices=grid)
+    request = PlanRequest(16)
+    drawn = timeline_of(plan, profile, cluster, request, num_batches=6)
+    assert drawn.steady_batch_s == pytest.approx(forecast_of(plan, profile, cluster, request).batch_s)

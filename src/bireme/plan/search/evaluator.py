@@ -9,7 +9,7 @@ Parameters that stages on several ranks share are summed over all of these, in a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -187,20 +187,26 @@ class PlanEvaluator:
         if draft.outline.stage_widths:
             run = partial(self._simulate_unequal, draft)
             return [self._settled(run, draft, program, is_brief=is_brief)]
-        networks = self._networks(draft)
-        known: dict[object, tuple[float, Timeline]] = {}
         of_size: dict[int, tuple[float, Timeline]] = {}
+        for replica, network in self._unlike(draft, program, floor):
+            run = partial(self._simulate, draft, replica, network)
+            found, size = self._settled(run, draft, program, is_brief=is_brief), draft.outline.sizes[replica]
+            of_size[size] = max(of_size.get(size, found), found, key=itemgetter(0))
+        return [of_size[size] for size in draft.outline.sizes]
+
+    def _unlike(self, draft: Draft, program: Program, floor: LowerBound) -> Iterator[tuple[int, Network]]:
+        """The replicas to simulate and their networks, those with the busiest device first."""
+        networks, known, sizes = self._networks(draft), set[object](), set[int]()
         for replica in self._slowest_first(draft, floor):
             size = draft.outline.sizes[replica]
-            if size in of_size and len(known) * program.num_instructions > MOST_INSTRUCTIONS:
+            if size in sizes and len(known) * program.num_instructions > MOST_INSTRUCTIONS:
                 continue
             network = networks.of(replica)
-            key = self._likeness(draft, program, replica, network)
-            if key not in known:
-                run = partial(self._simulate, draft, replica, network)
-                known[key] = self._settled(run, draft, program, is_brief=is_brief)
-            of_size[size] = max(of_size.get(size, known[key]), known[key], key=itemgetter(0))
-        return [of_size[size] for size in draft.outline.sizes]
+            likeness = self._likeness(draft, program, replica, network)
+            if likeness not in known:
+                known.add(likeness)
+                sizes.add(size)
+                yield replica, network
 
     def _settled(
         self, run: Callable[..., Timeline], draft: Draft, program: Program, *, is_brief: bool
@@ -325,8 +331,9 @@ class PlanEvaluator:
         """What the slowest replica of a draft does in the window of a program of its plan."""
         if draft.outline.stage_widths:
             return self._simulate_unequal(draft, program)
-        replica = self._slowest_first(draft, self.floor(draft))[0]
-        return self._simulate(draft, replica, self._networks(draft).of(replica), program)
+        unlike = self._unlike(draft, program, self.floor(draft))
+        found = (self._simulate(draft, replica, network, program) for replica, network in unlike)
+        return max(found, key=lambda timeline: timeline.steady_batch_s)
 
     def _slowest_first(self, draft: Draft, floor: LowerBound) -> list[int]:
         """The replicas, those with the busiest device first."""
