@@ -184,6 +184,33 @@ def test_a_graph_of_the_meta_device_counts_on_the_cpu() -> None:
     assert torch.equal(found["loss"], model(x))
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Parametrized(nn.Module):
+    """Registers a parametrization in its forward, as adapters of experts do: torch sets the weight to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nn.utils.parametrize.register_parametrization(self.layer, "weight", Doubled())
+        scores: torch.Tensor = self.layer(x)
+        nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+        return scores.square().mean()
+
+
+def test_weights_that_are_set_to_themselves_do_not_change() -> None:
+    graph = capture(Parametrized(), {"x": torch.randn(2, 4)})
+    assert not any(one.mutates for one in graph.operators)
+    model, x = Parametrized(), torch.randn(3, 4)
+    found = StageFunction(graph, units_of(graph))(dict(model.named_parameters()), {}, {"x": x})
+    assert torch.equal(found["loss"], model(x))
+
+
 class Flattening(nn.Module):
     """The batch disappears into another axis, comes back, and meets a number of the model's own."""
 

@@ -219,6 +219,10 @@ class _Reader:
                 node.target is operator.getitem and node.args[0] in self.names and self._take(node)
             ):
                 continue
+            if target == "aten.set_.source_Tensor" and len({*map(self.argument, node.args)}) == 1:
+                # A parametrization sets a weight to itself. For autograd that would be a change of it.
+                self.names[node] = self.argument(node.args[0])
+                continue
             if target == "wrap_with_set_grad_enabled":
                 enabled, inner, *given = node.args
                 self._inline(module, node, inner, given, no_grad=not enabled)
