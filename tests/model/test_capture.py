@@ -190,7 +190,7 @@ class Doubled(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Registers a parametrization in its forward, as adapters of experts do: torch sets the weight to itself."""
+    """Torch sets a weight to itself when a parametrization is registered, as adapters of experts do."""
 
     def __init__(self) -> None:
         super().__init__()

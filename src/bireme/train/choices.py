@@ -284,9 +284,9 @@ def idle_codec(run: RunFile, plan: Plan) -> tuple[str, ...]:
 
 def tell_changed_codecs(run: RunFile, plan: Plan, folder: RunFolder, tell: Tell) -> None:
     """Say that a run goes on with other codecs than it had, which is allowed."""
-    before, now = link_codecs(folder.load_run(), load_plan(folder.plan).plan), link_codecs(run, plan)
-    if now != before:
-        tell(f"The codecs of the boundaries change from {_named(before)} to {_named(now)}.")
+    before = _named(link_codecs(folder.load_run(), load_plan(folder.plan).plan))
+    if (now := _named(link_codecs(run, plan))) != before:
+        tell(f"The codecs of the boundaries change from {before} to {now}.")
 
 
 def _named(codecs: LinkCodecs) -> str:
