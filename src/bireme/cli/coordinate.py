@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bireme.cli.options import address_of, print_json
+from bireme.cli.options import address_of, begin, print_json
 from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
@@ -277,6 +277,14 @@ def join(
     """
     from bireme import __version__
     from bireme.machines.admission import AdmissionToken
+
+    if service and not coordinator:
+        raise BiremeError("--service needs the address of the coordinator: bireme join HOST:PORT --service")
+    given = AdmissionToken.parse(token) if token else None
+    named = address_of(coordinator) if coordinator else None
+    if not service:
+        begin("bireme.train.launched_process", "bireme.cli.train")
+
     from bireme.machines.keys import own_key
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
@@ -284,16 +292,13 @@ def join(
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
     from bireme.train.joined_processes import get_ready
 
-    if service and not coordinator:
-        raise BiremeError("--service needs the address of the coordinator: bireme join HOST:PORT --service")
-    address = address_of(coordinator or _found_address())
+    address = named or address_of(_found_address())
     own_hours = DailyHours.parse(hours) if hours else None
     limits = {"--devices": devices, "--memory": memory, "--rate": rate, "--hours": hours}
     options = {"--token": token, "--name": name, **limits}
     words = [word for option, value in options.items() if value for word in (option, value)]
     unit = service_unit(coordinator, [coordinator, *words]) if service else ""
     set_limits(memory, devices, rate)
-    given = AdmissionToken.parse(token) if token else None
     facts = MachineFacts.own(__version__)
     own = list(check_machine(facts))
     refuse_failing(failures(own))

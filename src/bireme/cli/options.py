@@ -54,12 +54,12 @@ MOST_FORWARDS = 10_000_000
 """Forwards in all batches of a schedule that is drawn or simulated."""
 
 
-def begin() -> None:
-    """Import here what all processes of a run need, so that none of them imports it."""
+def begin(*more: str) -> None:
+    """Import here what all processes of a run need, and `more` modules, so that none of them imports it."""
     from bireme.runtime.processes import serve_from_here
 
     # An optimizer imports torch's compiler when it is made, and what captures a model needs it too.
-    serve_from_here("bireme.train.launching", "torch._dynamo")
+    serve_from_here("bireme.train.launching", *more, "torch._dynamo")
 
 
 def profiled_run(
