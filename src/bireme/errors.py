@@ -35,6 +35,11 @@ def tell(sentence: str) -> None:
     print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
+def printable(text: object, kept: str = "") -> str:
+    """A text of a file, a model or another machine. Letters that a terminal acts on become question marks."""
+    return "".join(one if one.isprintable() or one in kept else "?" for one in str(text))
+
+
 @contextmanager
 def system_errors(what: str, remedy: str = "") -> Iterator[None]:
     """Raise an `OSError` of the block as a `BiremeError`: what cannot be done, the system's reason, and the

@@ -91,7 +91,7 @@ def test_a_query_that_is_shorter_than_an_answer_gets_none() -> None:
 
 def test_a_letter_that_a_terminal_acts_on_is_not_printed() -> None:
     found = FoundCoordinator("10.0.0.1:1", "run\x1b[2J", "1")
-    assert found.sentence == "10.0.0.1:1 coordinates the run run[2J with Bireme 1."
+    assert found.sentence == "10.0.0.1:1 coordinates the run run?[2J with Bireme 1."
 
 
 def test_who_joins_is_to_type_the_address_unless_one_coordinator_answers(

@@ -53,6 +53,11 @@ def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
     assert f"Stopped (signal). To resume: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
 
 
+def test_a_letter_that_a_terminal_acts_on_is_not_printed(run: Path) -> None:
+    """A byte model that has learned little wrote escape sequences into the terminal."""
+    assert shown(run, sample="def\x1b[2J\n\tvalue\x0e").endswith("def?[2J\n        value?\n")
+
+
 def test_the_last_recoveries_of_replicas_are_at_the_end(run: Path) -> None:
     times = {"detect_s": 2.1, "transfer_s": 0.8, "catch_up_s": 1.5}
     recoveries = [{"replica": 1, "step": step, **times} for step in range(10, 50, 10)]

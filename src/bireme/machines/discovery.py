@@ -20,7 +20,7 @@ from typing import Annotated
 from annotated_types import Len
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from bireme.machines.findings import printable
+from bireme.errors import printable
 from bireme.wire.listener import interface_of
 
 DISCOVERY_PORT = 29600

@@ -52,8 +52,3 @@ def note(check: str, text: str, remedy: str = "") -> Finding:
 def fails(check: str, text: str, remedy: str) -> Finding:
     """Something that will not work."""
     return Finding(check, Verdict.FAILS, text, remedy)
-
-
-def printable(text: object) -> str:
-    """A text of another machine, without letters that a terminal acts on."""
-    return "".join(filter(str.isprintable, str(text)))

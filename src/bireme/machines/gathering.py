@@ -24,9 +24,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, printable
 from bireme.machines.admission import AdmissionList, change_admissions, read_admissions
-from bireme.machines.findings import printable
 from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, LineListener, RequestLine, answer_check

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from bireme.errors import BiremeError
-from bireme.machines.findings import Finding, fails, note, printable, well
+from bireme.errors import BiremeError, printable
+from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
 from bireme.wire.encryption import EncryptedSocket

@@ -13,9 +13,9 @@ import torch
 
 from bireme.cluster.machine import available_bytes, host_name, num_cores
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, printable
 from bireme.files import free_bytes
-from bireme.machines.findings import Finding, fails, note, printable, well
+from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.keys import own_key
 from bireme.machines.lending import LEAST_MEMORY_BYTES
 

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bireme.bounds import counted
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, printable
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.placement.table import number_text
 from bireme.placement.workload import Placement, Workload, device_names
 from bireme.report import palette
-from bireme.report.shapes import fitted, printable
+from bireme.report.shapes import fitted
 from bireme.schedule.instruction import Kind
 
 # A placed graph as the cells of a picture: a forward node and, in the same cell, its backward nodes.

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.bounds import counted
+from bireme.errors import printable
 
 _LEARN, _READ, _PADDING = "learn", "read", "pad"
 _COLORS = {_LEARN: ("green", "bold bright_green"), _READ: ("default", "cyan")}
@@ -162,6 +163,6 @@ def _stretches(tokens: Sequence[ShownToken]) -> Iterator[tuple[str, list[ShownTo
 def _line(kind: str, tokens: Sequence[ShownToken], *, has_bars: bool) -> Text:
     """The texts of tokens, with bars between them if they are longer than letters."""
     bar = Text.assemble(("|", "dim")) if has_bars else Text()
-    texts = ("".join(_SHOWN.get(letter, letter) for letter in token.text) for token in tokens)
+    texts = ("".join(_SHOWN.get(one) or printable(one) for one in token.text) for token in tokens)
     colored = (Text(text, _COLORS[kind][number % 2]) for number, text in enumerate(texts))
     return Text.assemble(bar, bar.join(colored), bar)

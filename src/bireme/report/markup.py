@@ -7,6 +7,7 @@ What `tag`, `words` and `titled` return may be put inside further tags as it is;
 from collections.abc import Callable, Iterator
 from html import escape
 
+from bireme.errors import printable
 from bireme.report.palette import Colour, hex_of
 from bireme.report.shapes import Flag, Line, Picture, Rect, Text
 
@@ -30,7 +31,7 @@ def tag(name: str, /, *contents: str, **attributes: str | float | bool | None) -
 
 def words(text: object) -> str:
     """Text between tags; what no font can show becomes a question mark."""
-    return escape("".join(c if c.isprintable() or c in "\n\t" else "?" for c in str(text)), quote=False)
+    return escape(printable(text, "\n\t"), quote=False)
 
 
 def titled(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bireme.bounds import bytes_text, counted
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, printable
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.profile.behavior import Behavior, MemoryBlock, Owner
 from bireme.profile.swapping import Swap, SwapPlan
@@ -33,7 +33,6 @@ from bireme.report.shapes import (
     Shape,
     Text,
     heading,
-    printable,
     text_width,
 )
 from bireme.schedule.grid import rank_name

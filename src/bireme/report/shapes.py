@@ -127,11 +127,6 @@ def _ems(c: str) -> float:
     return 0.76 if c.isupper() or not c.isascii() else 0.66
 
 
-def printable(text: str) -> str:
-    """Text from a file, which may hold anything: what no font can show becomes a question mark."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def heading(title: str, figures: str, left: float, width: float) -> Iterator[Text]:
     """The title of a picture, and a line of figures below it."""
     yield Text(left, 28, fitted(title, 20, width), 20, INK, bold=True)

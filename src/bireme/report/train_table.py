@@ -12,6 +12,7 @@ from rich.table import Table
 
 from bireme.bounds import against_predicted, bytes_text, counted, seconds_text
 from bireme.cluster.cluster import Cluster
+from bireme.errors import printable
 from bireme.plan.forecast import Answer, Candidate
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_file import SavedPlan
@@ -180,7 +181,7 @@ def print_summary(
     tell(f"For a page with all results: bireme report {shlex.quote(folder)}")
     if document["sample"]:
         say("\n[dim]A sample of its text:[/dim]")
-        say(escape(document["sample"][:_LONGEST_SAMPLE]))
+        say(escape(printable(document["sample"][:_LONGEST_SAMPLE], "\n\t")))
 
 
 def _about_model(folder: str, steps: int, checkpoint: int | None) -> str:

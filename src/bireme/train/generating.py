@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bireme.bounds import counted
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError, Progress, tell
+from bireme.errors import BiremeError, Progress, printable, tell
 from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
@@ -160,7 +160,7 @@ class Terminal:
 
     def _piece(self, text: str) -> None:
         if not self.as_json:
-            _show(text)
+            _show(printable(text, "\n\t") if sys.stdout.isatty() else text)
 
     def _written(self, found: Generated) -> None:
         self._asked = None
