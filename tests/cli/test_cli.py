@@ -119,6 +119,24 @@ def test_a_bug_gives_a_traceback_and_status_1(capsys: Capture, monkeypatch: pyte
     assert "bug in Bireme" in result.err
 
 
+def test_an_interrupt_that_a_library_wraps_and_a_name_that_is_not_utf_8_are_no_bugs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object, **__: object) -> None:
+        "folder = runs/K\udce4se".encode()
+
+    def wrap(*_: object, **__: object) -> None:
+        raise TypeError("SchemaError: KeyboardInterrupt: ")
+
+    monkeypatch.setattr("bireme.schedule.catalogue.generate", encode)
+    result = bireme(capsys, "schedule", "2bw")
+    assert (result.status, result.err.count("\n")) == (2, 1)
+    assert "runs/K\\udce4" in result.err
+    monkeypatch.setattr("bireme.schedule.catalogue.generate", wrap)
+    result = bireme(capsys, "schedule", "2bw")
+    assert (result.status, result.err) == (130, "")
+
+
 def test_a_path_that_no_file_can_have_is_a_sentence(capsys: Capture) -> None:
     result = bireme(capsys, "report", "a" * 300)
     assert result.status == 2

@@ -19,14 +19,14 @@ from bireme.train.run_file.text import entries_in, toml_value
 
 _UNKNOWN = "it is unknown here and may change the model"
 
-_EIGHT_BITS = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit")
+_FEW_BITS = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "adamw_torch_4bit")
 _ADAMW = (
     "adamw_torch",
     "adamw_torch_fused",
     "adamw_hf",
     "adamw_apex_fused",
     "paged_adamw_32bit",
-    *_EIGHT_BITS,
+    *_FEW_BITS,
 )
 _OPTIMIZERS = {"sgd": "sgd", **dict.fromkeys(_ADAMW, "adamw")}
 _SCHEDULES = {one: one.partition("_")[0] for one in ("cosine", "linear", "constant", "constant_with_warmup")}
@@ -259,7 +259,7 @@ def _read_rate(reader: Translation) -> None:
         reader.put("training.warmup_steps", int(steps), "warmup_steps")
     else:  # a share of the steps, under either name
         reader.put("training.warmup_fraction", steps or share, "warmup_ratio")
-    is_short = reader.left.get(reader.name("optimizer")) in _EIGHT_BITS
+    is_short = reader.left.get(reader.name("optimizer")) in _FEW_BITS
     optimizer = reader.chosen("optimizer", _OPTIMIZERS, "adamw_torch")
     reader.put("training.optimizer", optimizer, "its state in 32 bits" if is_short else "optimizer")
     betas = [reader.number("adam_beta1", 0.9), reader.number("adam_beta2", 0.999)]
@@ -384,7 +384,8 @@ def _read_dataset(reader: Translation, dataset: dict[str, Any], *, packs: bool) 
     else:
         reader.refuse(
             f"datasets.type = {form}",
-            "rows are read as chat_template or completion; Bireme puts no text of its own around a row",
+            "Bireme reads chat_template and completion, and puts no text of its own around a row; "
+            "a run file of `bireme init` reads rows of alpaca as conversations",
         )
     for name, value in dataset.items():
         reader.refuse(f"datasets.{name} = {_short(value)}", _UNKNOWN)
