@@ -211,4 +211,4 @@ def test_under_torchrun_the_others_name_the_rank_that_failed_and_its_instruction
     told = [line for line in lines if line.startswith("bireme: rank 0 ends. Rank 1 failed at 1B1 of batch 2")]
     assert len(told) == 1
     assert told[0].endswith("ArithmeticError: the sum is wrong")
-    assert lines.count("[rank1]: ArithmeticError: the sum is wrong") == 1
+    assert lines.count("ArithmeticError: the sum is wrong") == 1

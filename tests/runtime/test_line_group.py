@@ -17,7 +17,7 @@ from bireme.runtime.line_group import GroupLines, LineGroup
 from bireme.runtime.socket_transport import hosts_met, met
 from bireme.runtime.stores import HashStore
 from bireme.runtime.world import World
-from bireme.sync.group import AbortedError, CollectiveError, MessageGroup
+from bireme.sync.group import AbortedError, CollectiveError, OwnedGroup
 from bireme.sync.rounds.round_group import PeerLine, Stamp, Tag, bytes_of
 from tests.support.patience import patience_s
 from tests.support.together import run_threads
@@ -211,7 +211,7 @@ def test_after_one_member_has_given_up_a_group_all_meet_anew(num: int) -> None:
         world.backend, world.group_lines = "gloo", {}
         fabric, found = DistFabric(cast("World", world)), []
 
-        def made() -> list[MessageGroup]:
+        def made() -> list[OwnedGroup]:
             return [one for one in (fabric.group(range(num)) for _ in range(2)) if one is not None]
 
         pair = made()

@@ -296,26 +296,26 @@ class DistFabric:
 
     def everyone(self) -> MessageGroup:
         """A group of all processes."""
-        made = self.group(range(self.size), on_host=True)
-        assert made is not None, "every rank is one of all"
-        return made
+        return self._line_group(range(self.size), self.rank)
 
-    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> MessageGroup | None:
+    def group(self, ranks: Sequence[int], *, on_host: bool = False) -> OwnedGroup | None:
         """A new group of some processes; None if this one is not of them. With the backend nccl it is one of
         torch.distributed unless it is `on_host`; all others go over sockets of their own.
         """
         world = self._world
-        group: MessageGroup
-        if world.backend == "nccl" and not on_host:
-            made = dist.new_group(list(ranks))
-            if self.rank not in ranks:
-                return None
-            group = DistGroup(made, world.device)
-            world.watch.abort_on_failure(group)
-            return group
+        of_torch = dist.new_group(list(ranks)) if world.backend == "nccl" and not on_host else None
         if self.rank not in ranks:
             return None
-        place, kept = ranks.index(self.rank), world.group_lines.setdefault(tuple(ranks), deque())
+        if of_torch is None:
+            return self._line_group(ranks, ranks.index(self.rank))
+        group = DistGroup(of_torch, world.device)
+        world.watch.abort_on_failure(group)
+        return group
+
+    def _line_group(self, ranks: Sequence[int], place: int) -> LineGroup:
+        """A group of these ranks, of which this is the one at that place, over sockets of its own."""
+        world = self._world
+        kept = world.group_lines.setdefault(tuple(ranks), deque())
         while True:
             is_new = not kept
             lines = self._lines_among(ranks, place) if is_new else kept.popleft()

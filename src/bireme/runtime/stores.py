@@ -7,7 +7,6 @@ that serves it is stopped waits.
 
 import json
 import os
-import select
 import socket
 import threading
 import time
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch.distributed as dist
 
 from bireme.errors import BiremeError
-from bireme.wire.connection import Connection, wait_for
 from bireme.wire.listener import call_port, interface_of, new_key, open_port, own_address
+from bireme.wire.messages import MessageConnection
 from bireme.wire.text_server import MOST_BYTES, Client, TextServer
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class RunStore(Store):
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         self.host, self.port, self.key = host, port, key
-        self._connection: Connection | None = None
+        self._connection: MessageConnection | None = None
         self._asking = threading.Lock()
 
     def reached(self) -> Self:
@@ -186,21 +185,18 @@ class RunStore(Store):
             connection, self._connection = self._connection, None
             try:
                 if connection is None:
-                    connection = Connection(call_port((self.host, self.port), self.key, _CONNECT_S))
-                connection.say(json.dumps(request).encode())
-                connection.flush(limit_s)
-                ends_s = time.monotonic() + limit_s
-                while (text := connection.next_text(MOST_BYTES)) is None:
-                    if not wait_for(connection, select.POLLIN, ends_s - time.monotonic()):
-                        raise TimeoutError(f"no answer within {limit_s:g} s")
+                    made = call_port((self.host, self.port), self.key, _CONNECT_S)
+                    connection = MessageConnection(made, limit_s, most_bytes=MOST_BYTES)
+                connection.say(request)
+                answer = connection.hear(limit_s=limit_s)
             except OSError as error:
                 if connection is not None:
-                    connection.close()
+                    connection.socket.close()
                 raise dist.DistNetworkError(
                     f"The store of the run at {self.host}:{self.port} cannot be reached: {error}"
                 ) from error
             self._connection = connection
-        return json.loads(text)[0]
+        return answer[0]
 
 
 def _text(value: str | bytes) -> str:

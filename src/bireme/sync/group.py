@@ -6,15 +6,13 @@ same order, and a group belongs to one thread of its process. Nothing here knows
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bireme.wire.connection import Bell
-
-_Result = TypeVar("_Result")
 
 
 class AbortedError(Exception):
@@ -164,17 +162,6 @@ class DistGroup:
             [(here, tensor)],
         )
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor to the member `to`."""
-        self._do("send", lambda group: dist.send(tensor.to(self._device), group=group, group_dst=to))
-
-    def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill the tensor with what the member `source` sends."""
-        here = tensor.to(self._device)
-        self._do("receive", lambda group: dist.recv(here, group=group, group_src=source))
-        if here is not tensor:
-            tensor.copy_(here)
-
     def go_on(self, bell: Bell) -> None:
         """NCCL moves what has begun in threads of its own."""
         bell.listen()
@@ -201,12 +188,6 @@ class DistGroup:
             raise RuntimeError(f"the group of the processes {self._members} has been closed")
         return self._held
 
-    def _do(self, what: str, act: Callable[[dist.ProcessGroup], _Result]) -> _Result:
-        try:
-            return act(self._group)
-        except RuntimeError as error:
-            raise self._failed(what, error) from error
-
     def _begun(
         self,
         what: str,
@@ -214,7 +195,10 @@ class DistGroup:
         places: list[tuple[Tensor, Tensor]],
     ) -> Waiting:
         """What has begun, and ends once the tensors that torch.distributed wrote are where they belong."""
-        work = self._do(what, begin)
+        try:
+            work = begin(self._group)
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
         assert work is not None, "a process that is no member of the group cannot have made a DistGroup of it"
 
         def wait() -> None:

@@ -8,7 +8,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bireme.wire.connection import (
@@ -41,7 +41,7 @@ class MessageConnection:
         self._connection = Connection(made, ahead_bytes=HEADER_BYTES)
         self._timeout_s, self._look, self._most_bytes = timeout_s, look, most_bytes
 
-    def say(self, words: Mapping[str, Any]) -> None:
+    def say(self, words: Mapping[str, Any] | Sequence[Any]) -> None:
         """Send a text."""
         self._connection.say(json.dumps(words).encode())
         self._connection.flush(self._timeout_s)
