@@ -1,10 +1,12 @@
 """A machine serves its folder of a run: what others may read there, and what they believe."""
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from bireme.runtime.copies.folder_server import (
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress, RequestConnection, RequestServer, talk_to
-from bireme.train import run_machines
+from bireme.train import host_launcher
 from bireme.train.checkpoint.checkpoint import (
     Holders,
     MachinesNote,
@@ -36,10 +38,12 @@ from bireme.train.checkpoint.checkpoint import (
 from bireme.train.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from bireme.train.checkpoint.shard import places_in, write_shard
 from bireme.train.folder import RunFolder
+from bireme.train.host_launcher import note_begin, note_end, part
+from bireme.train.outcome import Outcome
 from bireme.train.rank_part import RunStart
 from bireme.train.rendezvous import Orders
 from bireme.train.run_file import load_run_file
-from bireme.train.run_machines import MachineFolders, Mirror, take_files
+from bireme.train.run_machines import Mirror, take_files
 from tests.support.patience import patience_s
 from tests.support.training import write_run
 
@@ -315,18 +319,36 @@ def test_a_damaged_manifest_on_one_machine_does_not_keep_the_others_from_being_c
     assert files == {f"{where}/manifest.json", f"{where}/rank-0000.safetensors"}
 
 
-def test_the_end_of_a_run_waits_for_the_copies_of_all_machines_but_those_that_are_gone(
+def test_the_end_of_a_run_waits_for_machines_that_may_copy_and_not_for_those_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_machines, "_LOOK_S", 0.0)
-    counts = iter([1, 1, 1, 1, 1, 1, 2])
+    monkeypatch.setattr(host_launcher, "_WRITTEN_S", 0.01)
+    folders = [tmp_path / "own", tmp_path / "other"]
+    all_orders = [
+        Orders(RunStart(one, None, None, is_shown=False, words={}), "", [0], "gloo", "cpu", 1.0)
+        for one in folders
+    ]
     with serving(tmp_path) as (gone,):
         pass
-    with serving(tmp_path, tmp_path) as addresses:
-        folders = MachineFolders()
-        folders.note = MachinesNote((*addresses, gone), 0)
-        folders.wait_for_copies(lambda: next(counts), {0, 1, 2})
-    assert [*counts] == []
+    with serving(folders[0]) as (own,), ExitStack() as copying:
+        (other,) = copying.enter_context(serving(folders[1]))
+        for number, (folder, orders) in enumerate(zip(folders, all_orders, strict=True)):
+            folder.mkdir()
+            note_machines(folder, MachinesNote((own, other, gone), number))
+            note_begin(orders, 0)
+        note_end(all_orders[0], cast(Outcome, SimpleNamespace(reason="finished", steps=3)))
+        leader, follower = (
+            threading.Thread(target=part, args=(orders,), kwargs={"leads": not number})
+            for number, orders in enumerate(all_orders)
+        )
+        follower.start()
+        leader.start()
+        follower.join(patience_s())
+        assert not follower.is_alive()
+        assert leader.is_alive(), "the other machine still serves its folder"
+        copying.close()
+        leader.join(patience_s())
+        assert not leader.is_alive()
 
 
 def test_a_machine_that_does_not_answer_has_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -292,7 +292,7 @@ def train_on_host(
         ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
         tell(host.how_it_ended() or ended)
         return None
-    _note_end(folder, own.token, first_of(outcomes))
+    note_end(orders, first_of(outcomes))
     if goes_on(keeper, outcomes):
         return None
     if prepared is None:
@@ -320,13 +320,18 @@ def _under_way_in(folder: RunFolder, token: str | None = None) -> _UnderWay | No
         found = _UNDER_WAY.validate_json(folder.hosts.read_text())
     except (OSError, ValueError):
         return None
-    is_meant = found.orders.hosts is not None and token in (None, found.orders.hosts.token)
-    return found if is_meant else None
+    return found if token in (None, _token_of(found.orders)) else None
 
 
-def _note_end(folder: RunFolder, token: str, outcome: Outcome) -> None:
+def note_begin(orders: Orders, phase: int) -> None:
+    """Write down that a run begins whose machines share no folder and whose ranks all end together."""
+    _write_under_way(orders.folder, _UnderWay(orders, (), time.time(), phase=phase))
+
+
+def note_end(orders: Orders, outcome: Outcome) -> None:
     """Write down that the run has ended, for hosts that are cut off."""
-    found = _under_way_in(folder, token)
+    folder = orders.folder
+    found = _under_way_in(folder, _token_of(orders))
     if found is not None:
         with suppress(BiremeError, OSError):  # as on a full disk: then such hosts find their calls refused
             _write_under_way(folder, replace(found, reason=outcome.reason, steps=outcome.steps))
@@ -368,39 +373,41 @@ def _under_way_at(address: KeeperAddress, folder: RunFolder, own: _UnderWay) -> 
             break
         with suppress(BiremeError, ValueError):
             found = _UNDER_WAY.validate_json(read_file([address], folder.hosts.name, served, _ASK_S))
-            return found if _token_of(found) == _token_of(own) else None
+            return found if _token_of(found.orders) == _token_of(own.orders) else None
     return None
 
 
-def _token_of(found: _UnderWay) -> str:
-    return "" if found.orders.hosts is None else found.orders.hosts.token
+def _token_of(orders: Orders) -> str:
+    return "" if orders.hosts is None else orders.hosts.token
 
 
-def wait_for_leader(orders: Orders) -> None:
-    """Return once the host that led has written the results, for which it may read files here."""
-    own = _under_way_in(orders.folder)
-
-    def is_over() -> bool:
-        found = None if own is None else _ended_elsewhere(orders.folder, own)
-        return found is None or found.is_finished
-
-    while not is_over():
-        time.sleep(_WRITTEN_S)
-
-
-def part_as_leader(orders: Orders) -> None:
-    """Write down, for the other hosts, that the results are written; return once none of them copies files
-    from here any more.
+def part(orders: Orders, *, leads: bool) -> None:
+    """Part from the other machines of a run, once this one has copied what it keeps of theirs. The machine
+    that led writes down that the results are written, and waits until no other one copies files from here
+    any more; the others wait until it has, for it may read files there. A machine that is gone is not waited
+    for.
     """
     folder, own = orders.folder, _under_way_in(orders.folder)
     if own is None:
+        return
+    if not leads:
+        _wait_until_finished(lambda: _ended_elsewhere(folder, own))
         return
     with suppress(BiremeError, OSError):
         _write_under_way(folder, replace(own, is_finished=True))
     for address in other_machines(folder.path):
         # One that led too, as the last replica that it knew of, does not copy.
-        while (there := _under_way_at(address, folder, own)) is not None and not there.is_finished:
-            time.sleep(_WRITTEN_S)
+        _wait_until_finished(partial(_under_way_at, address, folder, own))
+
+
+def _wait_until_finished(look: Callable[[], _UnderWay | None]) -> None:
+    num_missed = 0
+    while num_missed < _TRIES:
+        found = look()
+        if found is not None and found.is_finished:
+            return
+        num_missed = num_missed + 1 if found is None else 0
+        time.sleep(_WRITTEN_S)
 
 
 def _started_coordinator(

@@ -39,17 +39,18 @@ from bireme.train.host_launcher import (
     host_orders,
     how_it_ended_before,
     meet_hosts,
-    part_as_leader,
+    note_begin,
+    note_end,
+    part,
     train_on_host,
     under_way,
     wait_for_launcher,
-    wait_for_leader,
 )
 from bireme.train.joined_processes import Attended
 from bireme.train.launching import run_start
 from bireme.train.machines import LaunchedProcess, nodes_of, server_here
 from bireme.train.model import RunModel
-from bireme.train.outcome import Outcome, RestartLimitError
+from bireme.train.outcome import Outcome, RestartLimitError, first_of
 from bireme.train.prepare import PreparedRun, plan_ahead
 from bireme.train.rank_part import SpreadMachines
 from bireme.train.rank_zero_setup import RunSetup, set_up_run
@@ -167,10 +168,7 @@ def _on_host(
         finished = train_on_host(orders, orders.hosts, host, prepared, keeper)
         if folders.note is not None:
             folders.finish()
-            if finished is None:
-                wait_for_leader(orders)
-            else:
-                part_as_leader(orders)
+            part(orders, leads=finished is not None)
         return finished
     wait_for_launcher(orders.hosts, rank)
     return None
@@ -255,18 +253,29 @@ class _Joined:
         is_spread = orders.start.machines is not None
         if led is None:
             if is_spread:
-                self._copy_last(orders)
-                self._talk.hear("finished")
+                self._talk.hear("ended")
+            if self._folders.note is not None:
+                self._folders.finish()
+                part(orders, leads=False)
             self._talk.count_in("parted")
             return None
         told = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
         outcomes = TypeAdapter(list[Outcome]).validate_python(told)
-        finished = self._finish_spread(orders, led, outcomes) if is_spread else None
+        finished = None
+        if self._folders.note is not None:
+            take_lines(led.folder.path, self._folders.note)
+            note_end(orders, first_of(outcomes))
+            self._talk.say("ended", True)
+            finished = self._finished(led, outcomes)
+            self._folders.finish()
+            part(orders, leads=True)
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
-        if is_spread:
-            return finished
+        return finished if is_spread else self._finished(led, outcomes)
+
+    def _finished(self, led: RunSetup, outcomes: list[Outcome]) -> FinishedRun | None:
+        """The end of the run, with its results written; None if it goes on in another phase."""
         return None if goes_on(self._keeper, outcomes) else finish(led.prepared, led.folder, outcomes)
 
     # If machines share no folder.
@@ -309,29 +318,10 @@ class _Joined:
         if self.node == own and rank == self.here[0]:
             note = MachinesNote(self.addresses, own)
             self._folders.begin(orders.folder.path, orders.folder.load_run(), note)
+            if orders.hosts is None:
+                note_begin(orders, self._environment.phase)
         machines = SpreadMachines(tuple(names), own, first)
         return replace(orders, start=replace(orders.start, machines=machines))
-
-    def _copy_last(self, orders: Orders) -> None:
-        """Copy what the machines before this one have written last, if this process copies."""
-        for place in range(len(orders.places)):
-            self._talk.hear(f"outcome/{place}")
-        if self._folders.note is not None:
-            self._folders.finish()
-            self._talk.count_in("copied")
-
-    def _finish_spread(self, orders: Orders, led: RunSetup, outcomes: list[Outcome]) -> FinishedRun | None:
-        """Write down what came of the run, while the others serve their files; then wait for their copies."""
-        note = self._folders.note
-        assert note is not None, "rank 0 is the first on its machine"
-        take_lines(led.folder.path, note)
-        is_over = not goes_on(self._keeper, outcomes)
-        finished = finish(led.prepared, led.folder, outcomes) if is_over else None
-        self._copy_last(orders)
-        machines = set(self._talk.hear("storages"))
-        self._folders.wait_for_copies(lambda: self._talk.counted("copied"), machines)
-        self._talk.say("finished", True)
-        return finished
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment

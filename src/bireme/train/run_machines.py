@@ -12,8 +12,7 @@ folder of the run, and the others look for it. If they see it, none of this is u
 import json
 import secrets
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, new_folder, path_within, write_text_atomically
 from bireme.runtime.copies.folder_server import (
     FolderServer,
-    answers,
     digests_at,
     fetch_file,
     files_at,
@@ -47,10 +45,6 @@ from bireme.train.folder import RunFolder
 from bireme.train.model import INITIAL_FILES
 from bireme.train.run_file import RunFile
 
-_COPY_S = 6 * 3600.0
-"""How long machines may take for their copies of the last checkpoint."""
-_MOST_MISSED = 3
-"""Questions in a row that a machine does not answer before it counts as gone."""
 _TIMEOUT_S = 60.0
 _LINES_S = 5.0
 """How long another machine may take for its next lines."""
@@ -374,21 +368,6 @@ class MachineFolders:
         if self._mirror is not None:
             self._mirror.finish()
             self._mirror = None
-
-    def wait_for_copies(self, num_copied: Callable[[], int], machines: Collection[int]) -> None:
-        """Return once these machines, which are all that have a folder of their own, have their copies. This
-        one has. A machine that is gone is not waited for.
-        """
-        note, end_s = self.note, time.monotonic() + _COPY_S
-        assert note is not None, "the machines share no folder"
-        missed = dict.fromkeys([one for one in machines if one != note.own], 0)
-        while time.monotonic() < end_s:
-            num_gone = sum(one >= _MOST_MISSED for one in missed.values())
-            if num_copied() + num_gone >= len(machines):
-                return
-            for machine, before in missed.items():
-                missed[machine] = 0 if answers(note.addresses[machine], _TIMEOUT_S) else before + 1
-            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Serve and copy no more, as when the run has ended or the machines share a folder."""

@@ -166,13 +166,6 @@ def _served(found: object) -> FileDigest | None:
     raise BiremeError(f"Another machine announces a file with {found!r} instead of its length and SHA-256.")
 
 
-def answers(address: KeeperAddress, timeout_s: float) -> bool:
-    """Whether another machine serves its folder now."""
-    with suppress(OSError, BiremeError), talk_to(address, timeout_s):
-        return True
-    return False
-
-
 def steps_at(address: KeeperAddress, folder: str, manifest: str, timeout_s: float) -> dict[str, FileDigest]:
     """The checkpoints in a folder of another machine, with the file `manifest` of each; none if the machine
     does not answer.
