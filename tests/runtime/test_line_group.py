@@ -99,7 +99,7 @@ def test_who_waits_for_a_member_that_is_gone_or_silent_is_told_which() -> None:
     def ends(group: LineGroup) -> str:
         if group.rank == 2:
             return ""
-        with pytest.raises(CollectiveError, match="A sum over the processes 0, 1, 2 failed: ") as caught:
+        with pytest.raises(CollectiveError, match="exchange over the processes 0, 1, 2 failed: ") as caught:
             group.all_reduce(torch.ones(2**20)).wait()
         assert isinstance(caught.value.__cause__, PeerLost)
         return str(caught.value)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bireme.devices import on_host
 from bireme.errors import BiremeError
 from bireme.sync.group import Waiting, add_in_order
 from bireme.wire.connection import (
@@ -280,7 +281,8 @@ class RoundGroup:
     """The `members` of an attempt, of which this is `me`, as a group that adds up and gathers.
 
     It belongs to one thread. `check` is called now and then, and ends the attempt by what it raises. Raises
-    `LineBroken` if a member is gone, or if nothing moves for the timeout. Tensors are on the host.
+    `LineBroken` if a member is gone, or if nothing moves for the timeout. With `in_parts` large sums are made
+    part by part at the members that own the parts, instead of in a ring.
     """
 
     def __init__(
@@ -292,8 +294,9 @@ class RoundGroup:
         *,
         timeout_s: float,
         check: Callable[[], None],
+        in_parts: bool = False,
     ) -> None:
-        self.members = tuple(members)
+        self.members, self._in_parts = tuple(members), in_parts
         self.rank, self.size = self.members.index(me), len(self.members)
         self.others = [place for place in range(self.size) if place != self.rank]
         lines = {member: line_to(member) for member in self.members if member != me}
@@ -312,35 +315,38 @@ class RoundGroup:
         """Begin to replace the tensor, in place, by its sum over the group; the same bits on every member. A
         few numbers take one message to each member, and go on without a member that waits for others.
         """
-        flat = tensor.view(-1)
-        if not self.sends_whole(flat.nbytes):
-            return self.add_up([flat.clone()], [flat])
-        room = {place: torch.empty_like(flat) for place in self.others}
-        swapped = self.swap(dict.fromkeys(self.others, flat), room)
+        here, room = on_host(tensor), dict[int, Tensor]()
+        flat = here.view(-1)
+        if self.size == 2 or flat.nbytes <= max(_FEW_BYTES, _WHOLE_BYTES // max(self.size - 1, 1)):
+            room = {place: torch.empty_like(flat) for place in self.others}
+            begun = self.swap(dict.fromkeys(self.others, flat), room)
+        elif self._in_parts:
+            begun = self._add_up_parts(torch.tensor_split(flat, self.size))
+        else:
+            begun = self.add_up([flat.clone()], [flat])
+        under_way = [begun]
 
         def wait() -> None:
-            swapped.wait()
-            if room:  # only once
-                add_in_order(flat, self.rank, [*room.values()])
-                room.clear()
+            while under_way:  # only once
+                under_way.pop().wait()
+                if room:
+                    add_in_order(flat, self.rank, [*room.values()])
+                if here is not tensor:
+                    tensor.copy_(here)
 
-        return Waiting(wait, swapped.is_done)
-
-    def sends_whole(self, num_bytes: int) -> bool:
-        """Whether a tensor of that length is sent whole to all members to be summed."""
-        most_bytes = max(_FEW_BYTES, _WHOLE_BYTES // max(self.size - 1, 1))
-        return self.size == 2 or num_bytes <= most_bytes
+        return Waiting(wait, begun.is_done)
 
     def gather(self, tensor: Tensor, into: Sequence[Tensor]) -> Waiting:
         """Begin to fill `into` with the members' tensors, which are all alike, in the members' order."""
         into[self.rank].copy_(tensor)
-        return self.swap(dict.fromkeys(self.others, tensor), {place: into[place] for place in self.others})
+        own = on_host(tensor)
+        return self.swap(dict.fromkeys(self.others, own), {place: into[place] for place in self.others})
 
     def exchange(
         self, given: Tensor, lengths: Sequence[int], taken: Tensor, taken_lengths: Sequence[int]
     ) -> Waiting:
         """Begin to send every member its part of `given`, and to fill `taken` with what all send here."""
-        parts, places = torch.split(given, list(lengths)), torch.split(taken, list(taken_lengths))
+        parts, places = torch.split(on_host(given), [*lengths]), torch.split(taken, [*taken_lengths])
         places[self.rank].copy_(parts[self.rank])
         return self.swap(
             {place: parts[place] for place in self.others}, {place: places[place] for place in self.others}
@@ -350,7 +356,7 @@ class RoundGroup:
         """Begin to fill the tensor, which is flat, with that of the member `source`."""
         if source != self.rank:
             return self.swap({}, {source: tensor})
-        return self.swap(dict.fromkeys(self.others, tensor), {})
+        return self.swap(dict.fromkeys(self.others, on_host(tensor)), {})
 
     def add_up(
         self,
@@ -376,7 +382,7 @@ class RoundGroup:
         ring.begin()
         return Waiting(partial(self.finish, ring.missing))
 
-    def send(self, to: int, tag: Tag, what: Tensor) -> None:
+    def post(self, to: int, tag: Tag, what: Tensor) -> None:
         """Send a frame to the member at that place. The tensor must stay as it is."""
         self._held.append(what)
         self._traffic.lines[self.members[to]].send(tag, bytes_of(what))
@@ -400,14 +406,22 @@ class RoundGroup:
         self._arrives.pop((member, tag))(tag)
 
     def swap(self, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> Waiting:
-        """Begin to send tensors to the members at some places and to fill others with what some send. As much
-        goes at once as the kernel takes. A tensor without elements is not sent.
+        """Begin to send tensors on the host to the members at some places, and to fill others with what some
+        send. As much goes at once as the kernel takes. A tensor without elements is not sent.
         """
-        missing: set[int] = set()
-        self._move(given, taken, self.tag(_WHOLE, self._numbers(1).start), missing)
-        return self._until(missing)
+        missing, here = set[int](), {place: on_host(into) for place, into in taken.items()}
+        self._move(given, here, self.tag(_WHOLE, self._numbers(1).start), missing)
+        apart = [(here[place], into) for place, into in taken.items() if here[place] is not into]
 
-    def add_up_parts(self, parts: Sequence[Tensor]) -> Waiting:
+        def wait() -> None:
+            self.finish(missing)
+            while apart:  # only once
+                came, into = apart.pop()
+                into.copy_(came)
+
+        return Waiting(wait, lambda: not missing)
+
+    def _add_up_parts(self, parts: Sequence[Tensor]) -> Waiting:
         """Begin to replace parts by their sums over the group, added in the members' order: each member
         adds up the part at its place, and sends the sum to all others.
         """
@@ -420,9 +434,6 @@ class RoundGroup:
             self._move(dict.fromkeys(others, own), others, self.tag(_WHOLE, numbers[1]), missing)
 
         self._move(others, room, self.tag(_WHOLE, numbers[0]), missing, add_up)
-        return self._until(missing)
-
-    def _until(self, missing: set[int]) -> Waiting:
         return Waiting(partial(self.finish, missing), lambda: not missing)
 
     def message(self, tensor: Tensor, source: int, target: int) -> Waiting:
@@ -433,7 +444,7 @@ class RoundGroup:
         tag = self.tag(_MESSAGE, self._num_messages[source, target])
         is_sent, missing = source == self.rank, set[int]()
         self._move({target: tensor} if is_sent else {}, {} if is_sent else {source: tensor}, tag, missing)
-        return self._until(missing)
+        return Waiting(partial(self.finish, missing), lambda: not missing)
 
     def _move(
         self,
@@ -449,7 +460,7 @@ class RoundGroup:
         missing.update(place for place, into in taken.items() if into.numel())
         for place, what in given.items():
             if what.numel():
-                self.send(place, tag, what.contiguous())
+                self.post(place, tag, what.contiguous())
                 self._traffic.lines[self.members[place]].move_out()
 
         def come(place: int) -> None:
@@ -527,7 +538,7 @@ class _Ring:
 
     def _send(self, kind: int, number: int, what: Tensor) -> None:
         group = self._group
-        group.send((group.rank + 1) % group.size, group.tag(kind, number), what)
+        group.post((group.rank + 1) % group.size, group.tag(kind, number), what)
 
     def _expect(self, kind: int, number: int) -> None:
         piece = self._pieces[number - self._numbers.start]
