@@ -7,7 +7,6 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -369,7 +368,9 @@ def _length(n: Any) -> Length:
 
 
 @lru_cache(maxsize=1024)
-def _in_batch_sizes(expression: sympy.Expr) -> str:
+def _in_batch_sizes(expression: Any) -> str:
+    import sympy  # takes 30 MiB in each process, and few capture
+
     b = sympy.Symbol("b", integer=True, positive=True)
     return str(expression.subs(dict.fromkeys(expression.free_symbols, b)))
 

@@ -80,7 +80,7 @@ def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> 
     )
 
 
-_GRADIENT_S = 37e-6
+_GRADIENT_S = 26e-6
 """Seconds of each gradient in a sum through a codec besides those of its values, on one core of that Xeon: of
 a GPT with 101 gradients of 4,200 values each in the mean, and four replicas.
 """
