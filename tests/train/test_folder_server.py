@@ -13,6 +13,7 @@ import torch
 
 from bireme.errors import BiremeError
 from bireme.files import FileDigest, path_within
+from bireme.pieces import FileIdentity
 from bireme.runtime.copies import folder_server
 from bireme.runtime.copies.folder_server import (
     FolderServer,
@@ -37,13 +38,14 @@ from bireme.train.checkpoint.checkpoint import (
 )
 from bireme.train.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from bireme.train.checkpoint.shard import places_in, write_shard
+from bireme.train.fetched import FetchProgress
 from bireme.train.folder import RunFolder
 from bireme.train.host_launcher import note_begin, note_end, part
 from bireme.train.outcome import Outcome
 from bireme.train.rank_part import RunStart
 from bireme.train.rendezvous import Orders
 from bireme.train.run_file import load_run_file
-from bireme.train.run_machines import Mirror, take_files
+from bireme.train.run_machines import MachineFolders, Mirror
 from tests.support.patience import patience_s
 from tests.support.training import write_run
 
@@ -155,8 +157,8 @@ def test_a_root_is_a_folder_with_all_its_files_or_one_file(tmp_path: Path) -> No
     server = FolderServer(patience_s())
     server.roots = folder, folder / "two"
     try:
-        assert files_at(server.address, "root-0", patience_s()) == ["a/one", "two"]
-        assert files_at(server.address, "root-1", patience_s()) == [""]
+        assert [*files_at(server.address, "root-0", patience_s())] == ["a/one", "two"]
+        assert files_at(server.address, "root-1", patience_s()) == {"": FileIdentity.of(folder / "two")}
         assert bytes(read_range([server.address], "root-1", 0, 3, patience_s())) == b"two"
     finally:
         server.close()
@@ -172,7 +174,7 @@ def test_a_file_of_a_root_may_be_a_link_and_a_folder_of_it_may_not(tmp_path: Pat
     server = FolderServer(patience_s())
     server.roots = (snapshot,)
     try:
-        assert files_at(server.address, "root-0", patience_s()) == ["model"]
+        assert [*files_at(server.address, "root-0", patience_s())] == ["model"]
         found = digests_at(server.address, ["root-0/model", "root-0/all/one"], patience_s())
         assert found == (FileDigest(len(DATA), SHA256), None)
     finally:
@@ -202,13 +204,14 @@ def test_a_file_that_another_machine_puts_outside_of_its_folder_is_not_written(
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     digest = hashlib.sha256(b"bad").hexdigest()
-    with lying(b"bad", files=["good", name], digests=[[3, digest], [3, digest]]) as address:
+    with lying(b"bad", files=[["good", 3, 0], [name, 3, 0]]) as address:
+        note, progress = MachinesNote((address, address), 1), FetchProgress(print, {})
         with pytest.raises(BiremeError, match="leads out of"):
-            take_files(RunFolder(run), ["/nowhere/data"], address)
+            MachineFolders().take_files(RunFolder(run), run, ["/nowhere/data"], note, progress)
         with pytest.raises(BiremeError, match="leads out of"):
             fetch_manifest(run, f"{name}/step-00000004", FileDigest(3, digest), [address])
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert files <= {"runs/run/files/0-data/good"}
+    assert files == {"runs/run/machines.json"}
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -313,7 +316,7 @@ def test_a_damaged_manifest_on_one_machine_does_not_keep_the_others_from_being_c
     run = load_run_file(write_run(tmp_path))
     bad = hashlib.sha256(b"bad").hexdigest()
     with serving(own, there) as addresses, lying(b"bad", steps={"step-00000008": [3, bad]}) as liar:
-        Mirror(own, run, MachinesNote((addresses[0], liar, addresses[1]), 0)).finish()
+        Mirror(RunFolder(own), run, MachinesNote((addresses[0], liar, addresses[1]), 0)).finish()
         files = {path.relative_to(own).as_posix() for path in own.rglob("*") if path.is_file()}
     where = "checkpoints/step-00000004"
     assert files == {f"{where}/manifest.json", f"{where}/rank-0000.safetensors"}

@@ -29,6 +29,7 @@ from bireme.model.torch_private import (
     tensor_places,
     written,
 )
+from bireme.pieces import PieceFile, check_here
 from bireme.user_code import optional_package
 
 if TYPE_CHECKING:
@@ -138,6 +139,30 @@ def packing(graph: Graph, given: Weights) -> Weights:
     return read
 
 
+def weight_ranges(
+    graph: Graph, names: Iterable[str], folder: Path, *, model: nn.Module | None = None
+) -> dict[Path, list[tuple[int, int]]]:
+    """The bytes of files in the safetensors format that these parameters and buffers are made from."""
+    wanted, found = set(names), dict[Path, list[tuple[int, int]]]()
+    with _Folder(folder, reads_data=False) as files:
+        sources = _Sources(files, model)
+        for state in (*graph.parameters, *graph.buffers):
+            if state.persistent and state.name in wanted:
+                sources.read(state)
+        for key in files.keys_read if files.dcp is None else ():
+            path, begin, end = files.place(key)
+            found.setdefault(path, []).append((begin, end))
+    return found
+
+
+def header_bytes(beginning: bytes) -> int:
+    """The bytes of a file in the safetensors format before its tensors, by its first 8 bytes."""
+    return _LENGTH_BYTES + int.from_bytes(beginning[:_LENGTH_BYTES], "little")
+
+
+_LENGTH_BYTES = 8
+
+
 class _Folder:
     """The tensors in a folder's files, by name; a file is opened when the first of it is read.
 
@@ -154,6 +179,8 @@ class _Folder:
         """The file of every tensor."""
         self.dcp: DcpWeights | None = None
         """The tensors, if they are a checkpoint of torch.distributed.checkpoint."""
+        self.keys_read: dict[str, None] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def __enter__(self) -> "_Folder":
         if (self.folder / _INDEX).is_file():
@@ -209,8 +236,20 @@ class _Folder:
             return str(self.folder)
         return str(self.folder / (_INDEX if (self.folder / _INDEX).is_file() else _ONE_FILE))
 
+    def place(self, key: str) -> tuple[Path, int, int]:
+        """The file of a tensor, and where its bytes begin and end there."""
+        path = self.folder / self.where[key]
+        if path.name not in self._headers:
+            with path.open("rb") as file:
+                begin = header_bytes(file.read(_LENGTH_BYTES))
+                self._headers[path.name] = begin, json.loads(file.read(begin - _LENGTH_BYTES))
+        begin, header = self._headers[path.name]
+        first, end = header[key]["data_offsets"]
+        return path, begin + first, begin + end
+
     def read(self, key: str) -> Tensor:
         """One tensor."""
+        self.keys_read[key] = None
         if self.dcp is not None:
             return self.dcp.read(key) if self.reads_data else self.dcp.blank(key, "meta")
         if self.mapped_bytes > _MAPPED_BYTES:
@@ -223,6 +262,8 @@ class _Folder:
             raise BiremeError(f"{path} has no tensor {key}, but the index lists it. Fetch it again.")
         if not self.reads_data:
             return torch.empty(handle.get_slice(key).get_shape(), device="meta")
+        if PieceFile.at(self.folder / self.where[key]) is not None:
+            check_here(*self.place(key))
         tensor: Tensor = handle.get_tensor(key)
         self.mapped_bytes += tensor.nbytes
         return tensor

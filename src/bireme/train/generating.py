@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import TypeAdapter
@@ -203,6 +203,8 @@ class _Writing(ModelWork):
     """The work of all processes. The model has a context of `context` tokens, its tokenizer `num_tokens` ids.
     `cuts` are those of the run's plan, None if the processes divide the model by their memory.
     """
+
+    reads_data: ClassVar = False
 
     style: WritingStyle
     num_tokens: int

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.checkpoint.checkpoint import MACHINES, MachinesNote
+from bireme.train.fetched import FetchProgress, partial_files
 from bireme.train.finishing import DONE, FinishedRun, check_kept, check_room, finish, kept_bytes
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
@@ -79,9 +80,9 @@ from bireme.train.run_data import (
 from bireme.train.run_file import paths_for_all
 from bireme.train.run_machines import (
     MachineFolders,
+    fetch_weights_of,
     put_mark,
     sees_mark,
-    take_files,
     take_lines,
     take_run,
 )
@@ -164,7 +165,9 @@ def _on_host(
     assert orders.hosts is not None, "replicas may die"
     if host is not None:
         if orders.start.machines is not None and folders.note is None:
-            folders.begin_again(orders.folder.path, orders.folder.load_run())
+            fetched = orders.folder.fetched_paths()
+            roots = [fetched.get(*one) for one in zip(orders.files, orders.roots, strict=True)]
+            folders.begin_again(orders.folder, orders.folder.load_run(), roots)
         finished = train_on_host(orders, orders.hosts, host, prepared, keeper)
         if folders.note is not None:
             folders.finish()
@@ -181,7 +184,8 @@ class _Joined:
     `place` is its rank while the run is prepared, and then its place in the plan, which failures name.
     `nodes` are the processes of each machine, `firsts` the first rank of each, and `node` is the index of
     this machine. `_runs` is the folder for runs on this machine, `_taken` what this process was told, with
-    the folder of the run on this machine.
+    the folder of the run on this machine. `_fetched` are the bytes of data and model files that it has
+    fetched, by the names of machines.
     """
 
     _environment: Environment
@@ -193,6 +197,7 @@ class _Joined:
     _anyway: bool
     _runs: Path | None = None
     _taken: Orders | None = None
+    _fetched: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.place = self._environment.rank
@@ -317,7 +322,7 @@ class _Joined:
             first = tuple((one.replica, one.ranks[0]) for one in parts if is_own or own not in one.hosts)
         if self.node == own and rank == self.here[0]:
             note = MachinesNote(self.addresses, own)
-            self._folders.begin(orders.folder.path, orders.folder.load_run(), note)
+            self._folders.begin(orders.folder, orders.folder.load_run(), note)
             if orders.hosts is None:
                 note_begin(orders, self._environment.phase)
         machines = SpreadMachines(tuple(names), own, first)
@@ -348,12 +353,15 @@ class _Joined:
                 orders = _orders(led, nodes, is_phase=self._environment.phase > 0)
                 if addresses:
                     files = paths_for_all(led.folder.load_run())
-                    self._folders.served(led.folder.path, files)
+                    tokens = led.prepared.data.token_folders()
+                    roots = tuple(tokens.get(str(Path(path).resolve()), path) for path in files)
+                    self._folders.served(led.folder.path, roots)
                     needed = kept_bytes(led.prepared, led.folder, led.step, len(nodes))
                     orders = replace(
                         orders,
                         mark=put_mark(led.folder.path.parent),
                         files=files,
+                        roots=roots,
                         kept_bytes=0 if self._anyway else needed,
                     )
                 talk.say("orders", ORDERS.dump_python(orders, mode="json"))
@@ -386,6 +394,12 @@ class _Joined:
         census = census_from({server: one for own in told for server, one in own["census"].items()})
         if led.checkpoint is not None:
             check_same_census(load_census(led.folder.private), census, str(led.folder.path), tell)
+        # The machines that fetched data and model files, and from whom: for the first lines of the log.
+        names = [members[0].host for members in self.nodes.values()]
+        fetched = {name: told[first]["fetched"] for name, first in zip(names, self.firsts, strict=True)}
+        if self._taken is not None and any(fetched.values()):
+            words = {**self._taken.start.words, "fetched_bytes": {k: v for k, v in fetched.items() if v}}
+            self._taken = replace(self._taken, start=replace(self._taken.start, words=words))
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
@@ -443,7 +457,12 @@ class _Joined:
             census, complaint = self._census(orders), ""
         except BiremeError as error:
             complaint = f"On {host_name()}: {error}"
-        ready = {"complaint": complaint, "census": plain_census(census), "storage": storage}
+        ready = {
+            "complaint": complaint,
+            "census": plain_census(census),
+            "storage": storage,
+            "fetched": self._fetched,
+        }
         self._talk.say(f"ready/{rank}", ready)
 
     def _fetch(self, orders: Orders, folder: RunFolder) -> None:
@@ -454,8 +473,16 @@ class _Joined:
         with system_errors(f"{folder.path} cannot be written", "Set log.folder."):
             take_run(folder, name, first)
             check_kept(folder, orders.kept_bytes)
-            take_files(folder, orders.files, first)
         self._folders.served(folder.path)
+        note = MachinesNote(self.addresses, self.node)
+        hosts = (members[0].host for members in self.nodes.values())
+        names = dict(zip((one.address for one in self.addresses), hosts, strict=True))
+        progress = FetchProgress(tell, names)
+        self._folders.take_files(folder, orders.folder.path, orders.files, note, progress)
+        places = [place for place, rank in enumerate(orders.places) if rank in self.here]
+        fetch_weights_of(folder, places, progress, resumes=orders.start.resumes)
+        progress.finish(partial_files(folder.path / "files"))
+        self._fetched = progress.from_machines
 
     def _census(self, orders: Orders) -> Census:
         """The private samples of the servers that this machine is, which its first process counts for all."""

@@ -30,6 +30,7 @@ from bireme.model.weights import Weights, check_weights, load_weights, materiali
 from bireme.train.checkpoint.manifest import FileEntry
 from bireme.train.checkpoint.shard import SavedTensors, tensor_digest, write_shard
 from bireme.train.data.source import own_samples
+from bireme.train.fetched import FetchProgress, bring_weights
 from bireme.train.run_file import RunFile
 from bireme.user_code import names_function, reason_of, user_function
 
@@ -342,6 +343,7 @@ class RunModel:
         def read(names: Sequence[str]) -> Mapping[str, Tensor]:
             assert self.source.folder is not None
             base = self.source.base
+            bring_weights(base_graph, names, self.source.folder, model=base)
             found = load_weights(base_graph, names, self.source.folder, dtype=torch.float32, model=base)
             return {**found, **fresh([name for name in names if name not in found])}
 
@@ -350,6 +352,17 @@ class RunModel:
             given = made if kept is None else read_initial(kept)
         adapter = self.source.adapter
         return given if adapter is None else adapter.weights(graph, given, self.run.model.seed)
+
+    def bring(self, graph: Graph, names: Sequence[str], progress: FetchProgress) -> None:
+        """Have the tensors of its folder here that parameters and buffers begin with, if this machine has
+        fetched only pieces of the folder.
+        """
+        adapter, folder = self.source.adapter, self.source.folder
+        if adapter is not None:
+            names = [adapter.base_names[name] for name in names if name in adapter.base_names]
+        if self.reads_weights and folder is not None:
+            base = self.source.base
+            bring_weights(self.source.base_graph(graph), names, folder, model=base, progress=progress)
 
     def _fresh(self, names: Sequence[str]) -> dict[str, Tensor]:
         """New weights from the seed, by the code of the model's modules alone."""

@@ -58,8 +58,8 @@ class Orders:
     """What rank 0 tells the others. `places[p]` is the rank that takes place p of the plan. Where replicas
     may die each process is the launcher of its host or waits for it, as `hosts` specifies. Machines that see
     the file `mark` beside the folder of the run share it. All machines read the `files` and folders on that
-    of rank 0: those that have none at these paths fetch them. A machine with a folder of its own needs room
-    for `kept_bytes` there.
+    of rank 0, which serves `roots` for them: those that have none at these paths fetch them. A machine with a
+    folder of its own needs room for `kept_bytes` there.
     """
 
     start: RunStart
@@ -71,6 +71,7 @@ class Orders:
     hosts: HostOrders | None = None
     mark: str = ""
     files: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
     kept_bytes: int = 0
 
     @property

@@ -30,6 +30,7 @@ from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.disk import digest_of
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.data.prepare import RunData, is_repeatable, samples_digest
+from bireme.train.fetched import bring, partial_files
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of
@@ -85,15 +86,17 @@ class BaseIdentity(_Identity):
 
 def has_base(run: RunFile) -> bool:
     """Whether the checkpoints of a new run leave out frozen weights, which its base holds."""
-    return _base_folder(run) is not None
+    return base_folder(run) is not None
 
 
 def base_identity(run: RunFile) -> BaseIdentity | None:
     """The identity of a run's base, for which all its files are read; None if the run has no base."""
-    folder = _base_folder(run)
+    folder = base_folder(run)
     if folder is None:
         return None
     files = weight_files(folder)
+    for file in files:
+        bring(file)
     with ThreadPoolExecutor(_MOST_THREADS) as threads:
         digests = list(threads.map(digest_of, files))
     words = sha256()
@@ -103,7 +106,7 @@ def base_identity(run: RunFile) -> BaseIdentity | None:
     return BaseIdentity(run.model.weights or run.model.source, num_bytes, words.hexdigest())
 
 
-def _base_folder(run: RunFile) -> Path | None:
+def base_folder(run: RunFile) -> Path | None:
     """The folder with the weights that a run begins with, if it trains only a part of them."""
     kind, _, rest = run.model.source.partition(":")
     given = run.model.weights or (rest if kind == "hf" else None)
@@ -149,7 +152,12 @@ def base_of_checkpoint(manifest: Manifest) -> BaseIdentity | None:
 
 
 def check_same_base(before: BaseIdentity, run: RunFile, where: str) -> None:
-    """Refuse a run whose frozen weights are not those `before`; `where` is what needs them."""
+    """Refuse a run whose frozen weights are not those `before`; `where` is what needs them. Weights of which
+    this machine has fetched some pieces have been checked on the machine that they come from.
+    """
+    folder = base_folder(run)
+    if folder is not None and any(partial_files(folder)):
+        return
     now = base_identity(run)
     key = "model.source" if run.model.weights is None else "model.weights"
     there = run.model.weights or run.model.source
@@ -188,9 +196,11 @@ class BaseWeights(ExitStack):
     def _open(self) -> RunModel:
         check_same_base(self._identity, self._run, self._where)
         model = RunModel.of(self._run, 1)
-        folder = _base_folder(self._run)
+        folder = base_folder(self._run)
         assert folder is not None
         graph = model.source.base_graph(self._graph)
+        for file in weight_files(folder):
+            bring(file)
         self._read = self.enter_context(open_weights(graph, folder, model=model.source.base))
         return model
 
@@ -329,7 +339,8 @@ def check_files_here(folder: RunFolder) -> None:
     if base is not None:
         check_same_base(base, run, there)
     data, identity = data_of(run, RunModel.of(run, 1)), load_identity(folder.data)
-    if identity is not None:
+    is_fetched = any(partial_files(folder.path / "files"))  # from rank 0's, and by pieces
+    if identity is not None and not is_fetched:
         check_same_data(identity, data_identity(run, data), data, there)
 
 

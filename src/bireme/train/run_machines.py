@@ -18,10 +18,16 @@ from pathlib import Path
 
 from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, new_folder, path_within, write_text_atomically
+from bireme.model.graph_file import load_graph
+from bireme.model.units import units_of
+from bireme.model.weights import weight_files
+from bireme.pieces import FileIdentity, PieceFile
+from bireme.plan.plan_file import load_plan
 from bireme.runtime.copies.folder_server import (
     FolderServer,
     digests_at,
     fetch_file,
+    fetch_pieces,
     files_at,
     holders_of,
     ranges,
@@ -29,6 +35,7 @@ from bireme.runtime.copies.folder_server import (
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
+from bireme.runtime.layout import layout_of
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.checkpoint import (
@@ -41,8 +48,10 @@ from bireme.train.checkpoint.checkpoint import (
     step_of,
 )
 from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, read_manifest
+from bireme.train.fetched import FetchProgress, bring_copies, bring_first, partial_files
 from bireme.train.folder import RunFolder
-from bireme.train.model import INITIAL_FILES
+from bireme.train.model import INITIAL_FILES, RunModel
+from bireme.train.resume_checks import base_folder, load_base, names_in_base
 from bireme.train.run_file import RunFile
 
 _TIMEOUT_S = 60.0
@@ -149,45 +158,45 @@ def take_run(folder: RunFolder, checkpoint: str | None, first: KeeperAddress) ->
         _take_manifest(folder.path, checkpoint, served[names[-1]], first)
 
 
-def take_files(folder: RunFolder, paths: Sequence[str], first: KeeperAddress) -> dict[str, str]:
-    """Have the data, the model's folder and code that the first machine reads at these paths, if they are not
-    here at the same paths: in `files` in the folder of the run. What is there already is not fetched again.
-    Returns where they are, by these paths.
+def _begun(places: Mapping[str, tuple[Path, FileIdentity]]) -> list[PieceFile]:
+    """The files of these names at these paths that are not whole there; they may have pieces already."""
+    found = (PieceFile.begun(to, name, identity) for name, (to, identity) in places.items())
+    return [one for one in found if one is not None]
+
+
+def fetch_weights_of(
+    folder: RunFolder, places: Sequence[int], progress: FetchProgress, *, resumes: bool
+) -> None:
+    """Fetch the weights of a folder that the ranks at these places of the plan begin with. If the run
+    `resumes`, its state has all but those of its base.
     """
-    here = dict[str, str]()
-    for number, path in enumerate(paths):
-        if Path(path).exists():
-            continue
-        root, to = root_name(number), folder.path / "files" / f"{number}-{Path(path).name}"
-        try:
-            names = files_at(first, root, _TIMEOUT_S)
-        except OSError as error:
-            raise BiremeError(
-                f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
-            ) from error
-        _take_files(first, {f"{root}/{name}": path_within(to, name) for name in names})
-        here[path] = str(to)
-    write_text_atomically(folder.fetched, json.dumps(here) + "\n")
-    return here
+    run = folder.load_run()
+    is_from_base = load_base(folder.base) is not None
+    if not any(partial_files(folder.path)) or (resumes and not is_from_base):
+        return
+    model, graph, plan = RunModel.of(run, 1), load_graph(folder.graph), load_plan(folder.plan).plan.by_program
+    units, names = units_of(graph), set[str]()
+    for place in places:
+        own = layout_of(graph, units, plan, place, plan.num_ranks).units.values()
+        names.update(name for stage in own for unit in stage for name in (*unit.parameters, *unit.buffers))
+    model.bring(graph, sorted(names & names_in_base(graph) if resumes else names), progress)
 
 
-def _take_files(address: KeeperAddress, places: Mapping[str, Path]) -> None:
-    """Have the files of these names at these paths. Those that are there already are not fetched again."""
-    for (name, to), served in zip(places.items(), digests_at(address, [*places], _TIMEOUT_S), strict=True):
-        if served is None:
-            raise BiremeError(f"The other machine does not serve {name}.")
-        with suppress(OSError):
-            if disk.digest_of(to) == served:
-                continue
-        to.parent.mkdir(parents=True, exist_ok=True)
-        fetch_file([address], name, to, served, _TIMEOUT_S)
+def _lasting_files(folder: RunFolder, run: RunFile) -> list[Path]:
+    """Files that a run reads after its begin: its data, and the weights of its base."""
+    data = run.data
+    sources = [data.source, data.evaluation_source, *(one.source for one in data.mixture or ())]
+    found = [Path(one) for one in sources if one is not None and Path(one).is_absolute()]
+    own = base_folder(run) if load_base(folder.base) is not None else None
+    return found if own is None else [*found, *weight_files(own)]
 
 
 def fetch_folder(address: KeeperAddress, to: Path) -> None:
     """Put the folder that another machine serves at a path, whole, or not at all."""
-    names = files_at(address, ".", _TIMEOUT_S)
+    files = files_at(address, ".", _TIMEOUT_S)
     with new_folder(to) as draft:
-        _take_files(address, {name: path_within(draft, name) for name in names})
+        for file in _begun({name: (path_within(draft, name), one) for name, one in files.items()}):
+            fetch_pieces(file, file.missing(), lambda: [address], _TIMEOUT_S)
 
 
 def _take_manifest(run: Path, name: str, served: FileDigest | None, first: KeeperAddress) -> None:
@@ -223,12 +232,12 @@ def take_checkpoint(run: Path, to: Path, name: str, first: KeeperAddress) -> Pat
 
 class Mirror:
     """Keeps copies of the checkpoint files of the `checkpoint.copies` machines before this one, the manifests
-    of all checkpoints, the log and the ledger, until it is stopped. Threads read in the background, so that
-    large files do not keep lines waiting.
+    of all checkpoints, the log and the ledger, and pieces of data and frozen weights, until it is stopped.
+    Threads read in the background, so that large files do not keep lines waiting.
     """
 
-    def __init__(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
-        self._folder, self._note = folder, note
+    def __init__(self, folder: RunFolder, run: RunFile, note: MachinesNote) -> None:
+        self._folder, self._note = folder.path, note
         self._checkpoints = run.checkpoint.folder
         self._limit: RateLimit | None = RateLimit(run.memory.copy_bytes_per_s)
         self._has_rate = run.memory.copy_bytes_per_s is not None
@@ -236,9 +245,14 @@ class Mirror:
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
         self._over, self._is_stopped = threading.Event(), False
+        lasting = _lasting_files(folder, run)
         self._threads = [
             threading.Thread(target=self._run, args=(turn,), name="bireme mirror", daemon=True)
-            for turn in (self._turn, lambda: take_lines(folder, note))
+            for turn in (
+                self._turn,
+                lambda: take_lines(folder.path, note),
+                lambda: self._fetch_pieces(lasting, copies),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -285,6 +299,11 @@ class Mirror:
                 if is_gone and (has_later or not is_whole):
                     retire(path)
                 has_later |= is_whole
+
+    def _fetch_pieces(self, files: Sequence[Path], copies: int) -> None:
+        for _ in bring_copies(files, copies, self._limit):
+            if self._over.is_set():
+                return
 
     def _fetch_manifests(self, there: Mapping[int, Mapping[str, FileDigest]]) -> None:
         """The manifests of newer checkpoints that this machine has no part in: its ranks write the others."""
@@ -348,19 +367,56 @@ class MachineFolders:
         self._server.folder, self._server.roots = folder, tuple(map(Path, roots))
         return self._server.address
 
-    def begin(self, folder: Path, run: RunFile, note: MachinesNote) -> None:
+    def take_files(
+        self,
+        folder: RunFolder,
+        there: Path,
+        paths: Sequence[str],
+        note: MachinesNote,
+        progress: FetchProgress,
+    ) -> dict[str, str]:
+        """Have what the first machine reads at these paths, data, model and code, in `files` in the folder of
+        the run, unless it is here at the same paths. Of large files the pieces come when they are needed.
+        `there` is the folder of the run on the first machine. Returns where the files are, by these paths.
+        """
+        here, first = dict[str, str](), note.addresses[0]
+        places = dict[str, tuple[Path, FileIdentity]]()
+        note_machines(folder.path, note)
+        for number, path in enumerate(paths):
+            is_fetched = Path(path).is_relative_to(there)
+            if Path(path).exists() and not is_fetched and not any(partial_files(Path(path))):
+                continue
+            within = Path(path).relative_to(there) if is_fetched else f"files/{number}-{Path(path).name}"
+            root, to = root_name(number), path_within(folder.path, str(within))
+            try:
+                files = files_at(first, root, _TIMEOUT_S)
+            except OSError as error:
+                raise BiremeError(
+                    f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
+                ) from error
+            places |= {f"{root}/{name}": (path_within(to, name), one) for name, one in files.items()}
+            here[path] = str(to)
+        with system_errors(f"{folder.path} cannot be written", "Set log.folder."):
+            files_begun = _begun(places)
+            if self._server is not None:
+                self._server.roots = tuple(Path(here.get(path, path)) for path in paths)
+            bring_first(files_begun, progress)
+        write_text_atomically(folder.fetched, json.dumps(here) + "\n")
+        return here
+
+    def begin(self, folder: RunFolder, run: RunFile, note: MachinesNote) -> None:
         """Begin to copy what others write; this machine serves its folder."""
         if self._mirror is not None:
             self._mirror.stop()
         self.note = note
-        note_machines(folder, note)
+        note_machines(folder.path, note)
         self._mirror = Mirror(folder, run, note)
 
-    def begin_again(self, folder: Path, run: RunFile) -> None:
+    def begin_again(self, folder: RunFolder, run: RunFile, roots: Sequence[str]) -> None:
         """Copy what the others write in a run that they went on with, if they share no folder."""
-        if (note := noted_machines(folder)) is not None:
+        if (note := noted_machines(folder.path)) is not None:
             addresses = [*note.addresses]
-            addresses[note.own] = self.served(folder)
+            addresses[note.own] = self.served(folder.path, roots)
             self.begin(folder, run, MachinesNote(tuple(addresses), note.own))
 
     def finish(self) -> None:

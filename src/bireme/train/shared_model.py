@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from pydantic import TypeAdapter
 
 from bireme.cluster.machine import host_name
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, use
-from bireme.errors import Tell, system_errors
+from bireme.errors import Tell, system_errors, tell
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.launch import Result, launch
 from bireme.runtime.world import World
@@ -34,20 +34,24 @@ from bireme.train.checkpoint.checkpoint import (
     noted_machines,
     open_checkpoint,
 )
+from bireme.train.fetched import FetchProgress, partial_files
 from bireme.train.folder import RunFolder
 from bireme.train.joined_processes import own_runs
 from bireme.train.machines import Machines
 from bireme.train.rendezvous import Announcements
 from bireme.train.run_file import RunFile, paths_for_all, with_absolute_paths, with_paths_of_machine
-from bireme.train.run_machines import MachineFolders, take_checkpoint, take_files
+from bireme.train.run_machines import MachineFolders, take_checkpoint
 from bireme.train.subject import Subject, subject_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
     """Work with the model of `run` and the weights of `subject`, for all processes. `graph` is a file with
-    the captured model; None if each process captures the model, or needs no graph.
+    the captured model; None if each process captures the model, or needs no graph. Work that `reads_data`
+    needs the files of `run` with data too.
     """
+
+    reads_data: ClassVar = True
 
     subject: Subject
     run: RunFile
@@ -57,7 +61,10 @@ class ModelWork:
     def files(self) -> tuple[str, ...]:
         """All files and folders that every process reads, but the checkpoint."""
         more = (self.subject.folder, self.subject.graph, self.graph)
-        return (*paths_for_all(self.run), *(str(one) for one in more if one is not None))
+        run = self.run
+        if not self.reads_data:
+            run = run.with_keys("data", source="stdlib", mixture=None, evaluation_source=None)
+        return (*paths_for_all(run), *(str(one) for one in more if one is not None))
 
     def placed(self, here: Mapping[str, str]) -> Self:
         """The same on a machine that has these files elsewhere."""
@@ -148,7 +155,10 @@ class ModelFiles:
         to, first = own_runs() / f"{Path(self._text).name}-{digest}", self._address(0)
         with system_errors(f"{to} cannot be written"):
             to.mkdir(parents=True, exist_ok=True)
-            here = take_files(RunFolder(to), files, first)
+            note = MachinesNote(tuple(map(self._address, self._firsts)), self._firsts.index(self._first))
+            progress = FetchProgress(tell, {})
+            here = self._folders.take_files(RunFolder(to), to, files, note, progress)
+            progress.finish(partial_files(to / "files"))
             if checkpoint is not None:
                 name = _name_in_run(checkpoint)
                 here[str(checkpoint)] = str(take_checkpoint(self._own.path, to, name, first))

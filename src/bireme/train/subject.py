@@ -27,6 +27,7 @@ from bireme.runtime.token_line import SCORES, ModelPart, Tensors
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
+from bireme.train.fetched import bring_weights
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.rendezvous import Announcements
@@ -436,6 +437,7 @@ def _of_checkpoint(checkpoint: Checkpoint, otherwise: Weights) -> Weights:
 
 def _of_folder(folder: Path, graph: Graph, model: RunModel) -> Weights:
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        bring_weights(graph, names, folder, model=model.source.model)
         return load_weights(graph, names, folder, dtype=torch.float32, model=model.source.model)
 
     return _with_rest(read, model.weights(graph))

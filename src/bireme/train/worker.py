@@ -118,13 +118,21 @@ def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
 
 def _weights(part: RankPart, graph: Graph) -> Weights:
     """The weights to make the stages with. If a checkpoint or another replica gives them later, a function of
-    the user is not called for them again.
+    the user is not called for them again, and only the weights of the base are read from its folder.
     """
-    if not part.model.is_made:
-        return part.model.weights(graph)
-    if part.start.resumes or (part.order is not None and part.order.is_empty):
-        return placeholders(graph)
-    return part.model.weights(graph, kept=part.folder.initial)
+    model, base = part.model, part.in_base(graph)
+    given = model.weights(graph, kept=part.folder.initial if model.is_made else None)
+    if not part.start.resumes and (part.order is None or not part.order.is_empty):
+        return given
+    states = (*graph.parameters, *graph.buffers)
+    later = {one.name for one in states if model.is_made or (one.persistent and one.name not in base)}
+    blank = placeholders(graph)
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        rest = [name for name in names if name not in later]
+        return {**blank([name for name in names if name in later]), **(given(rest) if rest else {})}
+
+    return read if model.is_made or model.reads_weights else given
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:

@@ -1,13 +1,14 @@
 """Files of a run on the disks of its machines: a machine serves its folder of the run, and others read there.
 
     steps folder ───▶ names of the checkpoints there, with length and SHA-256 of each manifest
-    tree root ─────▶ the names of all files there
+    tree root ─────▶ the names of all files there, with length and time of change
     digests names ─▶ length and SHA-256 of each file, none if it is not there
     read name, range ▶ these bytes, in frames
+    pieces name ───▶ which pieces of a file it has, and these, each with its SHA-256
 
 All names are relative to the folder of the run, so the machines may have it at different paths. A file is
-believed by its SHA-256, which the reader knows from elsewhere or compares between machines. Neither end takes
-a name that leads out of its folder.
+believed by its SHA-256, which the reader knows from elsewhere or compares between machines. A piece has the
+SHA-256 that it had on the machine with the whole file. Neither end takes a name that leads out of its folder.
 """
 
 import hashlib
@@ -16,15 +17,17 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from bireme.bounds import bytes_text
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, path_within
+from bireme.pieces import PIECE_BYTES, RECORD, Came, FileIdentity, PieceFile, as_ranges, check_here
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
 
@@ -32,6 +35,9 @@ _PIECE_BYTES = 4 << 20
 """Asked of one machine at a time, if several have a file."""
 _OPEN_S, _MOST_OPEN = 60.0, 64
 """How long files stay open for others to read them piece by piece, and how many."""
+_GROUP_PIECES, _WINDOW_PIECES = 64, 1024
+"""Pieces asked of one machine at a time, and between two questions which machine has which pieces."""
+_AGAIN_S, _SHA256_BYTES = 1.0, 32
 _MOST_AT_ONCE_BYTES = 1 << 28
 """Of a file that is read into memory whole."""
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -61,6 +67,7 @@ class FolderServer(RequestServer):
             "tree": self._tree,
             "digests": self._list_digests,
             "read": self._read,
+            "pieces": self._pieces,
         }
         super().__init__("bireme folder", timeout_s)
 
@@ -82,8 +89,12 @@ class FolderServer(RequestServer):
     def _tree(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         root = self._path(asked["root"])
         paths = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-        found = [(path.relative_to(root).as_posix(), path) for path in paths]
-        talk.say({"files": [name if path != root else "" for name, path in found]})
+        found = [
+            ("" if path == root else path.relative_to(root).as_posix(), FileIdentity.of(path))
+            for path in paths
+            if not RECORD.fullmatch(path.name)
+        ]
+        talk.say({"files": [[name, one.num_bytes, one.changed_ns] for name, one in found]})
 
     def _steps(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         folder, names = str(asked["folder"]), list[str]()
@@ -101,6 +112,8 @@ class FolderServer(RequestServer):
 
     def _digest(self, name: str) -> FileDigest | None:
         try:
+            if PieceFile.at(self._path(name)) is not None:
+                return None
             with self._path(name).open("rb") as file:
                 about = os.fstat(file.fileno())
                 key = name, about.st_ino, about.st_size, about.st_mtime_ns
@@ -113,16 +126,34 @@ class FolderServer(RequestServer):
 
     def _read(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         name, first, end = asked["name"], int(asked["first"]), int(asked["end"])
-        try:
+        with system_errors(f"{name} cannot be read"):
+            check_here(self._path(name), first, end)
             file = self._opened(name)
-        except OSError as error:
-            raise BiremeError(f"{name} cannot be read: {error.strerror or error}.") from error
         talk.say({})
         for begin in range(first, end, CHUNK_BYTES):
             chunk = os.pread(file.fileno(), min(CHUNK_BYTES, end - begin), begin)
             talk.send(chunk)
             if len(chunk) < min(CHUNK_BYTES, end - begin):
                 return
+
+    def _pieces(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
+        """List the pieces that are here, and send each with its SHA-256 if the reader wants them."""
+        name, ranges = str(asked["name"]), [(int(first), int(end)) for first, end in asked["pieces"]]
+        with system_errors(f"{name} cannot be read"):
+            path = self._path(name)
+            identity, partial, file = FileIdentity.of(path), PieceFile.at(path), self._opened(name)
+        if [identity.num_bytes, identity.changed_ns] != asked["identity"]:
+            raise BiremeError(f"{name} has changed on its machine. Start the run again.")
+        whole = PieceFile(path, name, identity)
+        ranges = [(max(first, 0), min(end, whole.num_pieces)) for first, end in ranges]
+        found: Iterable[tuple[int, bytes | None]]
+        found = ((piece, None) for first, end in ranges for piece in range(first, end))
+        if partial is not None:
+            found = [(piece, digest) for piece, digest in partial.digests(ranges) if digest is not None]
+        talk.say({"pieces": ranges if partial is None else as_ranges(piece for piece, _ in found)})
+        for piece, digest in found if asked["wants"] else ():
+            data = os.pread(file.fileno(), whole.size_of(piece), piece * PIECE_BYTES)
+            talk.send(digest or hashlib.sha256(data).digest(), data)
 
     def _opened(self, name: str) -> BinaryIO:
         """A file, which stays open while others read it piece by piece: it may be deleted meanwhile."""
@@ -182,11 +213,145 @@ def root_name(number: int) -> str:
     return f"root-{number}"
 
 
-def files_at(address: KeeperAddress, root: str, timeout_s: float) -> list[str]:
-    """The names of all files in a root of another machine, relative to it; one empty name if it is a file."""
+def files_at(address: KeeperAddress, root: str, timeout_s: float) -> dict[str, FileIdentity]:
+    """The files in a root of another machine, by their names relative to it; the empty name of a root that is
+    a file.
+    """
     with talk_to(address, timeout_s) as talk:
         talk.say({"do": "tree", "root": root})
-        return [str(name) for name in _answer(talk, "files", list, _DIGEST_S)]
+        found = _answer(talk, "files", list, _DIGEST_S)
+    match found:
+        case [*files] if all(map(_is_file, files)):
+            return {name: FileIdentity(num_bytes, changed_ns) for name, num_bytes, changed_ns in files}
+    raise BiremeError("Another machine lists files without names, lengths and times of change.")
+
+
+def _is_file(one: object) -> bool:
+    match one:
+        case [str(), int() as num_bytes, int()] if num_bytes >= 0:
+            return True
+    return False
+
+
+class _PieceFetch:
+    """Pieces of one file on their way from several machines, each of which has a thread here."""
+
+    def __init__(self, file: PieceFile, timeout_s: float, limit: RateLimit | None, came: Came) -> None:
+        self._file, self._timeout_s, self._limit, self._came = file, timeout_s, limit, came
+        self._lock = threading.Lock()
+        self.failure: Exception | None = None
+
+    def fetch(self, pieces: Sequence[int], addresses: Sequence[KeeperAddress]) -> set[int]:
+        """Fetch these pieces as far as the machines have them; returns those that have come."""
+        ranges = as_ranges(pieces)
+        with ThreadPoolExecutor(max(len(addresses), 1)) as threads:
+            held = [set(pieces)]
+            if len(addresses) > 1:
+                held = [*threads.map(lambda one: self._held(one, ranges), addresses)]
+            parts: dict[frozenset[int], list[int]] = {}
+            for piece in pieces:
+                having = frozenset(place for place, own in enumerate(held) if piece in own)
+                if having:
+                    parts.setdefault(having, []).append(piece)
+            # What few machines have comes first, so that each has work until the end.
+            groups = [
+                (having, own[begin : begin + _GROUP_PIECES])
+                for having, own in sorted(parts.items(), key=lambda one: len(one[0]))
+                for begin in range(0, len(own), _GROUP_PIECES)
+            ]
+            places = range(len(addresses))
+            found = threads.map(lambda place: self._work(place, addresses[place], groups), places)
+            return set[int]().union(*found)
+
+    def _held(self, address: KeeperAddress, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        try:
+            with self._asked(address, ranges, wants=False) as (_, held):
+                return held
+        except (OSError, BiremeError) as error:
+            self.failure = error
+            return set()
+
+    @contextmanager
+    def _asked(
+        self, address: KeeperAddress, ranges: Sequence[tuple[int, int]], *, wants: bool
+    ) -> Iterator[tuple[RequestConnection, set[int]]]:
+        """A connection on which pieces have been asked for, and those of them that the machine has."""
+        identity = [self._file.identity.num_bytes, self._file.identity.changed_ns]
+        with talk_to(address, self._timeout_s, is_background=self._limit is not None) as talk:
+            asked = {"name": self._file.name, "identity": identity, "pieces": ranges, "wants": wants}
+            talk.say({"do": "pieces", **asked})
+            wanted = [piece for first, end in ranges for piece in range(first, end)]
+            told = _answer(talk, "pieces", list)
+            if not all(isinstance(one, list) and [*map(type, one)] == [int, int] for one in told):
+                raise BiremeError(f"Another machine lists pieces of {self._file.name} that are no numbers.")
+            places = ((bisect_left(wanted, first), bisect_left(wanted, end)) for first, end in told)
+            yield talk, {piece for begin, end in places for piece in wanted[begin:end]}
+
+    def _work(
+        self, place: int, address: KeeperAddress, groups: list[tuple[frozenset[int], list[int]]]
+    ) -> set[int]:
+        """Fetch one group after the other from a machine, as long as there are any that it has."""
+        done: set[int] = set()
+        while True:
+            with self._lock:
+                own = next((one for one in groups if place in one[0]), None)
+                if own is None:
+                    return done
+                groups.remove(own)
+            try:
+                done |= self._take(address, own[1])
+            except (OSError, BiremeError) as error:
+                with self._lock:
+                    self.failure = error
+                    if others := own[0] - {place}:
+                        groups.append((others, own[1]))
+                return done
+
+    def _take(self, address: KeeperAddress, pieces: Sequence[int]) -> set[int]:
+        data, digests = dict[int, bytes](), dict[int, bytes]()
+        with self._asked(address, as_ranges(pieces), wants=True) as (talk, held):
+            for piece in sorted(held):
+                began_s, came = time.monotonic(), talk.chunk()
+                digests[piece], data[piece] = came[:_SHA256_BYTES], came[_SHA256_BYTES:]
+                is_whole = len(data[piece]) == self._file.size_of(piece)
+                if not is_whole or hashlib.sha256(data[piece]).digest() != digests[piece]:
+                    raise BiremeError(f"A piece of {_WRONG.format(self._file.name)}")
+                if self._limit is not None:
+                    self._limit.wait(len(came), time.monotonic() - began_s)
+        with self._lock:
+            self._file.put(data, digests)
+        self._came(address.address, sum(map(len, data.values())))
+        return set(data)
+
+
+def fetch_pieces(
+    file: PieceFile,
+    pieces: Sequence[int],
+    addresses: Callable[[], Sequence[KeeperAddress]],
+    timeout_s: float,
+    *,
+    limit: RateLimit | None = None,
+    came: Came = lambda _host, _num_bytes: None,
+) -> None:
+    """Fetch those of these pieces of a partial file that are not here. Machines are asked again if none gives
+    a piece. Raises a `BiremeError` after `timeout_s` without a piece. `came` is called in any thread.
+    """
+    talk, end_s = _PieceFetch(file, timeout_s, limit, came), time.monotonic() + timeout_s
+    with file.locked() if limit is None else nullcontext():
+        places = as_ranges(sorted(pieces))
+        absent = set(file.missing([(PIECE_BYTES * first, PIECE_BYTES * end) for first, end in places]))
+        left = [piece for piece in pieces if piece in absent]
+        while left:
+            done = talk.fetch(sorted(left[:_WINDOW_PIECES]), addresses())
+            left = [piece for piece in left if piece not in done]
+            if done:
+                end_s = time.monotonic() + timeout_s
+            elif time.monotonic() > end_s:
+                why = talk.failure or "no machine of the run that answers has it"
+                raise BiremeError(f"{file.path} cannot be fetched from the other machines: {why}")
+            else:
+                time.sleep(_AGAIN_S)
+        file.finish()
 
 
 def digests_at(

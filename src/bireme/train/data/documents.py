@@ -203,10 +203,9 @@ class DocumentSamples:
 
     def take(self, numbers: Sequence[int], names: Names = None, seeds: Seeds = None) -> Batch:
         """The samples of these numbers, stacked. They draw nothing."""
-        rows = [
-            [self._signed(begin, end) for begin, end in self.pieces.of_sample(int(number))]
-            for number in numbers
-        ]
+        pieces = [self.pieces.of_sample(int(number)) for number in numbers]
+        self.tokens.bring(place for own in pieces for place in own)
+        rows = [[self._signed(begin, end) for begin, end in own] for own in pieces]
         self.tokens.let_go()
         batch = stacked(rows, self.length, self.padding, is_shared=self.is_shared)
         check_ids(batch["input_ids"].numpy(), numbers, self.vocabulary, self.tokens.origin)
@@ -236,7 +235,7 @@ class DocumentSamples:
         self.tokens.let_go()
 
     def _signed(self, begin: int, end: int) -> Ids:
-        return np.asarray(self.tokens.ids[begin:end]).astype(np.int64)
+        return np.asarray(self.tokens.read(begin, end)).astype(np.int64)
 
 
 def stacked(rows: Sequence[Pieces], length: int, padding: int, *, is_shared: bool) -> Batch:

@@ -20,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from bireme.documents import read_json
 from bireme.errors import BiremeError, Progress, system_errors
 from bireme.files import write_bytes_atomically, write_chunks_atomically, write_text_atomically
+from bireme.pieces import PieceFile
 from bireme.profile.control import cache_folder
 from bireme.train.data.hub import ALPACA, Content, IdRow, Row, SavedRows
 from bireme.train.data.samples import Tokens
 from bireme.train.data.text_files import Named, Passage, TextFiles
 from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
+from bireme.train.fetched import bring
 
 # Rows with answers to token ids: conversations by a tokenizer's chat template or with plain headings, prompts
 # with completions as they are. Only answers count in the loss, unless data.loss_on asks for all.
@@ -448,8 +450,8 @@ def tokenized(
     source: TextFiles | SavedRows, tokenizer: Tokenizer | None, progress: Progress | None = None
 ) -> Tokens:
     """The tokens of a source's documents, as `encoded` makes them, from the cache if they are there."""
-    folder = _folder(source, tokenizer)
-    kept = _kept(folder, source)
+    folder = token_folder(source, tokenizer)
+    kept = kept_tokens(folder, source)
     if kept is not None:
         return kept
     what = f"The tokens of {source.origin} cannot be cached in {folder}"
@@ -458,10 +460,10 @@ def tokenized(
         lock = (folder / "lock").open("w")
     with lock:
         _wait_for(lock)
-        kept = _kept(folder, source)
+        kept = kept_tokens(folder, source)
         if kept is None:
             _write(folder, source, tokenizer, progress)
-            kept = _kept(folder, source)
+            kept = kept_tokens(folder, source)
     if kept is None:
         raise BiremeError(
             f"The tokens in {folder} were deleted while they were written. Run the command again, and let "
@@ -470,7 +472,8 @@ def tokenized(
     return kept
 
 
-def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
+def token_folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
+    """The folder for the tokens of a source in the cache."""
     words = f"{_CORPUS_FORMAT} {_encoding_identity(source, tokenizer)}"
     return cache_folder() / "tokens" / sha256(words.encode()).hexdigest()[:24]
 
@@ -478,8 +481,9 @@ def _folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> Path:
 _TOKENS, _ENDS, _RECORD = "tokens.bin", "ends.bin", "corpus.json"
 
 
-def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
-    """The tokens in a folder of the cache, None where they are not all there."""
+def kept_tokens(folder: Path, source: TextFiles | SavedRows | None = None) -> Tokens | None:
+    """The tokens in a folder of the cache or one from there, None where they are not all there."""
+    bring(folder / _ENDS)
     try:
         record = read_json(folder / _RECORD, _Record)
         ids = np.memmap(folder / _TOKENS, record.dtype, mode="r")
@@ -490,7 +494,7 @@ def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
         return None
     num_skipped = record.num_skipped + (len(source.skipped) if isinstance(source, TextFiles) else 0)
     return Tokens(
-        source.origin,
+        str(folder) if source is None else source.origin,
         ids,
         ends,
         has_uncounted=ids.dtype.kind == "i",
@@ -499,6 +503,7 @@ def _kept(folder: Path, source: TextFiles | SavedRows) -> Tokens | None:
         unread=record.skipped,
         num_replaced=record.num_replaced,
         replaced=record.replaced,
+        partial=folder / _TOKENS if PieceFile.at(folder / _TOKENS) is not None else None,
     )
 
 

@@ -4,24 +4,28 @@ It is called once before the run, where it may take long and shows its progress,
 which then finds the tokens in the cache.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bireme.documents import read_dataclass
 from bireme.errors import BiremeError, Progress
+from bireme.files import write_text_atomically
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
 from bireme.train.data.documents import Cut, DocumentSamples, EvenPieces, HeldRows, StreamSamples, held_apart
-from bireme.train.data.encoding import AnswerRows, tokenized
-from bireme.train.data.hub import Content, SavedRows
+from bireme.train.data.encoding import AnswerRows, kept_tokens, token_folder, tokenized
+from bireme.train.data.hub import Content, SavedRows, is_hub
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.placing import SampleOrder
 from bireme.train.data.samples import (
@@ -226,13 +230,48 @@ class Recognized:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedSource:
+    """Describes the tokens of a source, in `source.json` in their folder: a machine that has fetched the
+    folder needs nothing else of the source.
+    """
+
+    holds_text: bool
+    has_answers: bool
+    recognized: Recognized
+
+    @classmethod
+    def at(cls, folder: Path) -> Self | None:
+        """The source in a folder; None if the folder is no such source."""
+        path = folder / _ABOUT
+        return read_dataclass(path, cls, number=1) if path.is_file() else None
+
+    def write(self, folder: Path) -> None:
+        """Describe the tokens in a folder of the cache, for the machines that fetch them."""
+        text = json.dumps({"format": 1, **asdict(self)}) + "\n"
+        path = folder / _ABOUT
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            write_text_atomically(path, text)
+
+
+_ABOUT = "source.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedTokens:
+    """A source of which this machine has fetched the tokens."""
+
+    tokens: Tokens
+    about: EncodedSource
+
+
+@dataclass(frozen=True, slots=True)
 class RunData:
     """The samples of a run.
 
     `is_text` says that they are cut from tokens. `tokenizer` is None where there is no text. The numbers of
     tokens and documents are None if they are unknown, as of a stream. `num_skipped` counts files and rows
     that were left out, of all sources. `held` is the corpus of the evaluation source. `recognized` lists what
-    each source was found to hold.
+    each source was found to hold; `encoded` has the files and folders that were made into tokens.
     """
 
     training: Samples
@@ -244,6 +283,15 @@ class RunData:
     is_text: bool
     held: Tokens | None = None
     recognized: tuple[Recognized, ...] = ()
+    encoded: Mapping[str, tuple[Path, EncodedSource]] = field(default_factory=dict)
+
+    def token_folders(self) -> dict[str, str]:
+        """The folders with the tokens of files and folders, by the resolved paths of these. Other machines of
+        the run fetch them instead, with their descriptions.
+        """
+        for folder, source in self.encoded.values():
+            source.write(folder)
+        return {path: str(folder) for path, (folder, _) in self.encoded.items()}
 
     @property
     def num_files(self) -> int | None:
@@ -308,6 +356,7 @@ def prepare_data(
             _check_batch(samples, batch_size, purpose)
             for one in sources_of(samples).values():
                 _check_inputs(one, model.inputs, purpose)
+    every = [*names, request.evaluation_source or ""], everything, made if held is None else [*made, held]
     corpora = [one.data for one in made if isinstance(one.data, Tokens)]
     ends = [one.document_ends for one in corpora if one.document_ends is not None]
     return RunData(
@@ -324,6 +373,7 @@ def prepare_data(
         recognized=tuple(
             _recognized(name, source, maker.tokenizer) for name, source in zip(names, sources, strict=True)
         ),
+        encoded=dict(filter(None, map(maker.encoded, *every))),
     )
 
 
@@ -350,12 +400,21 @@ def _mixed(request: Data, samples: Sequence[Samples]) -> MixedSamples:
     return MixedSamples(tuple(MixedSource(one.source, one.weight, own) for one, own in both))
 
 
-def _opened(request: Data, text: str) -> Source:
+def _opened(request: Data, text: str) -> Source | _EncodedTokens:
+    folder = Path(text).expanduser()
+    if (about := EncodedSource.at(folder)) is not None:
+        if (tokens := kept_tokens(folder)) is None:
+            raise BiremeError(
+                f"The tokens in {folder} are damaged. Delete the folder and start the run again."
+            )
+        return _EncodedTokens(tokens, about)
     found = open_source(text, pattern=request.pattern, text_column=request.text_column, dtype=request.dtype)
     return replace(found, counts_all=request.loss_on == "all") if isinstance(found, SavedRows) else found
 
 
-def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recognized:
+def _recognized(name: str, source: Source | _EncodedTokens, tokenizer: Tokenizer | None) -> Recognized:
+    if isinstance(source, _EncodedTokens):
+        return source.about.recognized
     if not isinstance(source, SavedRows):
         what = "samples of a function" if isinstance(source, OwnSamples) else "token ids"
         what = "text" if isinstance(source, TextFiles) else what
@@ -372,7 +431,9 @@ def _recognized(name: str, source: Source, tokenizer: Tokenizer | None) -> Recog
     return Recognized(name, what, source.columns, form, counts, source.num_files)
 
 
-def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokenizer | None:
+def _tokenizer(
+    request: Data, model: ModelSide, sources: Sequence[Source | _EncodedTokens]
+) -> Tokenizer | None:
     """Text needs one. Ids have been through one, which is unknown: bytes are only the default."""
     holds_text = any(_holds_text(source) for source in sources)
     model_has_one = model.folder is not None and has_tokenizer(model.folder)
@@ -393,10 +454,18 @@ def _tokenizer(request: Data, model: ModelSide, sources: list[Source]) -> Tokeni
     return tokenizer
 
 
-def _holds_text(source: Source) -> bool:
-    return isinstance(source, TextFiles) or (
-        isinstance(source, SavedRows) and source.content is not Content.IDS
-    )
+def _holds_text(source: Source | _EncodedTokens) -> bool:
+    match source:
+        case _EncodedTokens():
+            return source.about.holds_text
+        case SavedRows():
+            return source.content is not Content.IDS
+    return isinstance(source, TextFiles)
+
+
+def _has_answers(source: Source | _EncodedTokens) -> bool:
+    about = source.about if isinstance(source, _EncodedTokens) else source
+    return isinstance(about, SavedRows | EncodedSource) and about.has_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,16 +487,29 @@ class _Maker:
     held_samples: int
     keeps_rest: bool
 
-    def made(self, source: Source) -> _Made:
+    def encoded(
+        self, name: str, source: Source | _EncodedTokens, made: _Made
+    ) -> tuple[str, tuple[Path, EncodedSource]] | None:
+        """The path of a file or folder that was made into tokens, with their folder and its description."""
+        if is_hub(name) or not isinstance(source, TextFiles | SavedRows) or not isinstance(made.data, Tokens):
+            return None
+        about = EncodedSource(
+            _holds_text(source), _has_answers(source), _recognized(name, source, self.tokenizer)
+        )
+        return str(Path(name).expanduser().resolve()), (token_folder(source, self.tokenizer), about)
+
+    def made(self, source: Source | _EncodedTokens) -> _Made:
         """A source with its tokens, if they can be had at once."""
-        has_answers = isinstance(source, SavedRows) and source.has_answers
-        packing = self.request.packing or ("none" if has_answers else "stream")
+        packing = self.request.packing or ("none" if _has_answers(source) else "stream")
         vocabulary = self.model.vocabulary
         cut = Cut(self.request.length, packing, self._padding, vocabulary, self.keeps_rest)
         if isinstance(source, OwnSamples) or (isinstance(source, SavedRows) and source.size is None):
             return _Made(source, cut)
+        if isinstance(source, _EncodedTokens):
+            return _Made(source.tokens, cut)
         tokens = source if isinstance(source, Tokens) else tokenized(source, self.tokenizer, self.progress)
-        if not _holds_text(source) or (self.tokenizer and self.tokenizer.num_tokens > (vocabulary or 0)):
+        is_larger = self.tokenizer is not None and self.tokenizer.num_tokens > (vocabulary or 0)
+        if tokens.partial is None and (is_larger or not _holds_text(source)):
             _check_token_ids(tokens, vocabulary)
         return _Made(tokens, cut)
 

@@ -5,7 +5,7 @@ last part, and no token of it is trained on.
 """
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.pieces import PieceFile
 from bireme.runtime.microbatches import Rows
+from bireme.train.fetched import bring
 
 # Tokens of a corpus in one long array, which lies on disk and is read where it is needed.
 
@@ -39,7 +41,8 @@ class Tokens:
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
     but does not count in the loss. `origin` is what to call it all in a message; `num_skipped` says how many
     files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these. Of
-    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them.
+    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them. If the
+    file of the ids is `partial`, only `read` has them all.
     """
 
     origin: str
@@ -51,14 +54,27 @@ class Tokens:
     unread: tuple[str, ...] = ()
     num_replaced: int = 0
     replaced: tuple[str, ...] = ()
+    partial: Path | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def bring(self, places: Iterable[tuple[int, int]]) -> None:
+        """Fetch the ids between these places, if the file of the ids is partial."""
+        if self.partial is not None and isinstance(self.ids, np.memmap):
+            first, size = self.ids.offset, self.ids.itemsize
+            bring(self.partial, [(first + size * begin, first + size * end) for begin, end in places])
+
+    def read(self, begin: int, end: int) -> _IntArray:
+        """The ids from one place up to but without another; they are fetched if need be."""
+        self.bring([(begin, end)])
+        return self.ids[begin:end]
+
     def largest_id(self) -> int:
         """The largest id there is; of very long arrays, the largest in many places of it."""
         largest = -1
-        for ids in _looked_at(self.ids):
+        for begin, end in _looked_at(len(self.ids)):
+            ids = self.read(begin, end)
             low = -1 - int(ids.min()) if self.has_uncounted else -1
             largest = max(largest, int(ids.max()), low)
         self.let_go()
@@ -71,11 +87,11 @@ class Tokens:
         between them, 64 million ids in all.
         """
         words = sha256(f"{len(self.ids)} {self.has_uncounted}".encode())
-        for ids in _looked_at(self.ids):
-            words.update(ids.astype("<i4").tobytes())
+        for begin, end in _looked_at(len(self.ids)):
+            words.update(self.read(begin, end).astype("<i4").tobytes())
         if self.document_ends is not None:
-            for ends in _looked_at(self.document_ends):
-                words.update(ends.astype("<i8").tobytes())
+            for begin, end in _looked_at(len(self.document_ends)):
+                words.update(self.document_ends[begin:end].astype("<i8").tobytes())
         self.let_go()
         return words.hexdigest()
 
@@ -88,12 +104,12 @@ class Tokens:
             mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _looked_at(ids: _IntArray) -> Iterator[_IntArray]:
-    """All ids in blocks, or blocks spread over a very long array; its last one is always among them."""
-    num_blocks = -(-len(ids) // CHECKED_AT_ONCE)
+def _looked_at(length: int) -> Iterator[tuple[int, int]]:
+    """An array in blocks, or blocks spread over a very long one; its last one is always among them."""
+    num_blocks = -(-length // CHECKED_AT_ONCE)
     step = max(num_blocks * CHECKED_AT_ONCE // MOST_CHECKED, 1)
     for block in {*range(0, num_blocks, step), num_blocks - 1} if num_blocks else ():
-        yield ids[block * CHECKED_AT_ONCE : (block + 1) * CHECKED_AT_ONCE]
+        yield block * CHECKED_AT_ONCE, min((block + 1) * CHECKED_AT_ONCE, length)
 
 
 def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
@@ -115,10 +131,13 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
         )
     if not len(ids):
         raise BiremeError(f"{path} holds no tokens, so there is nothing to train on.")
-    smallest = min(int(block.min()) for block in _looked_at(ids)) if ids.dtype.kind == "i" else 0
+    found = Tokens(str(path), ids, partial=path if PieceFile.at(path) is not None else None)
+    smallest = 0
+    if ids.dtype.kind == "i":
+        smallest = min(int(found.read(*block).min()) for block in _looked_at(len(ids)))
     if smallest < 0:
         raise BiremeError(f"{path} holds the negative id {smallest}; ids start at 0.")
-    return Tokens(str(path), ids)
+    return found
 
 
 def _raw(path: Path, dtype: str) -> _IntArray:
@@ -169,7 +188,7 @@ def targets(tokens: Tokens, begin: int, end: int) -> int:
     """The tokens of a piece of text that count in the loss: the first one is predicted from nothing."""
     if not tokens.has_uncounted:
         return max(end - begin - 1, 0)
-    return int(np.count_nonzero(tokens.ids[begin + 1 : end] >= 0))
+    return int(np.count_nonzero(tokens.read(begin + 1, end) >= 0))
 
 
 def check_ids(ids: NDArray[np.int64], numbers: Sequence[int], vocabulary: int | None, origin: str) -> None:

@@ -1,0 +1,169 @@
+"""Data and model files that this machine has fetched from others, whole or the pieces that it needs.
+
+    root-0/model.safetensors   the header, then the tensors of the stages of this machine
+    root-1/tokens.bin          the samples of the next batches
+
+A file lies below the folder of the run, which lists the machines that serve it. In the background each
+machine fetches its part of what it does not need: so the loss of one machine takes no piece away.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from bireme.bounds import bytes_text, seconds_text
+from bireme.errors import Tell
+from bireme.model.graph import Graph
+from bireme.model.weights import header_bytes, weight_ranges
+from bireme.pieces import PIECE_BYTES, Came, PieceFile, file_of_record
+from bireme.runtime.copies.folder_server import fetch_pieces
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
+from bireme.train.checkpoint.checkpoint import MACHINES, noted_machines
+
+WHOLE_BYTES = 32 << 20
+"""Smaller files are fetched whole."""
+_BY_NEED = ".safetensors", ".npy", ".bin"
+"""Files of which processes read parts only through `bring`."""
+_TIMEOUT_S, _TOLD_S = 60.0, 5.0
+_COPIED_BYTES = 4 << 20
+"""Copies that are kept for the loss of a machine are of this size."""
+
+
+def _machines(path: Path) -> tuple[int, tuple[KeeperAddress, ...]]:
+    """The index of this machine in the run whose folder has a file, and the addresses of the others."""
+    run = next((one for one in path.absolute().parents if (one / MACHINES).is_file()), None)
+    note = None if run is None else noted_machines(run)
+    return (0, ()) if note is None else (note.own, note.others)
+
+
+def _quietly(_address: str, _num_bytes: int) -> None:
+    """Tell nobody that bytes have come."""
+
+
+def bring(
+    path: Path,
+    ranges: Iterable[tuple[int, int]] | None = None,
+    *,
+    limit: RateLimit | None = None,
+    came: Came = _quietly,
+) -> None:
+    """Fetch the pieces with bytes of these ranges, or of the whole file, that this machine lacks."""
+    if (file := PieceFile.at(path)) is None:
+        return
+    pieces = file.missing(ranges)
+    own, others = _machines(path)
+    # Each machine begins elsewhere, so that machines with the same needs have pieces for each other.
+    first = own * len(pieces) // (len(others) + 1)
+    turned = [*pieces[first:], *pieces[:first]]
+    fetch_pieces(file, turned, lambda: _machines(path)[1], _TIMEOUT_S, limit=limit, came=came)
+
+
+def is_by_need(path: Path, num_bytes: int) -> bool:
+    """Whether pieces of a file are fetched when they are needed."""
+    return num_bytes > WHOLE_BYTES and path.suffix in _BY_NEED
+
+
+def bring_first(files: Sequence[PieceFile], progress: "FetchProgress") -> None:
+    """Fetch what has to be here before anyone opens files: all of each, or the header of a large one."""
+    first = [[(0, PIECE_BYTES)] if is_by_need(one.path, one.identity.num_bytes) else None for one in files]
+    progress.expect(zip((one.path for one in files), first, strict=True))
+    for file, ranges in zip(files, first, strict=True):
+        bring(file.path, ranges, came=progress)
+        if ranges is not None and file.path.suffix == ".safetensors":
+            with file.path.open("rb") as opened:
+                end = min(header_bytes(opened.read(PIECE_BYTES)), file.identity.num_bytes)
+            bring(file.path, [(0, end)], came=progress)
+
+
+def bring_weights(
+    graph: Graph,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    model: nn.Module | None = None,
+    progress: "FetchProgress | None" = None,
+) -> None:
+    """Fetch the bytes of a folder that these parameters and buffers are made from."""
+    if next(partial_files(folder), None) is None:
+        return
+    places = weight_ranges(graph, names, folder, model=model)
+    if progress is not None:
+        progress.expect(places.items())
+    for path, ranges in places.items():
+        bring(path, ranges, came=progress or _quietly)
+
+
+def partial_files(path: Path) -> Iterator[PieceFile]:
+    """The partial files in a folder and its folders, or the one at a path."""
+    paths = map(file_of_record, path.rglob(".*.pieces")) if path.is_dir() else [path]
+    return filter(None, map(PieceFile.at, paths))
+
+
+def bring_copies(paths: Iterable[Path], copies: int, limit: RateLimit | None) -> Iterator[None]:
+    """Fetch this machine's part of partial files, a little at a time: each piece is on that many machines
+    besides the first one.
+    """
+    for file in (one for path in paths for one in partial_files(path)):
+        own, others = _machines(file.path)
+        kept = {(own - 1 - back) % len(others) for back in range(min(copies, len(others)))} if own else set()
+        for group, begin in enumerate(range(0, file.identity.num_bytes, _COPIED_BYTES)):
+            if group % len(others or (0,)) in kept:
+                bring(file.path, [(begin, begin + _COPIED_BYTES)], limit=limit)
+                yield
+
+
+class FetchProgress:
+    """Tells people what this machine fetches before it begins, from whom, and how much is left. `names` are
+    those of the machines by their addresses.
+    """
+
+    def __init__(self, tell: Tell, names: Mapping[str, str]) -> None:
+        self._tell, self._names = tell, names
+        self._began_s = self._told_s = time.monotonic()
+        self._expected_bytes = 0
+        self.from_machines: dict[str, int] = {}
+
+    def expect(self, places: Iterable[tuple[Path, Iterable[tuple[int, int]] | None]]) -> None:
+        """Bytes of these files are fetched now, as far as they are not here."""
+        for path, ranges in places:
+            if (file := PieceFile.at(path)) is not None:
+                self._expected_bytes += sum(map(file.size_of, file.missing(ranges)))
+
+    def __call__(self, address: str, num_bytes: int) -> None:
+        """So many bytes have come from the machine at an address."""
+        name = self._names.get(address) or address.partition(" ")[0]
+        self.from_machines[name] = self.from_machines.get(name, 0) + num_bytes
+        now_s, done = time.monotonic(), self.num_bytes
+        if now_s - self._told_s > _TOLD_S:
+            self._told_s = now_s
+            left = max(self._expected_bytes - done, 0)
+            left_s = left * (now_s - self._began_s) / done
+            self._tell(
+                f"{bytes_text(done)} of data and model files have come from {self._sources}. "
+                f"{bytes_text(left)} are left: about {seconds_text(left_s)}."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that have come."""
+        return sum(self.from_machines.values())
+
+    @property
+    def _sources(self) -> str:
+        every = sorted(self.from_machines.items(), key=lambda one: -one[1])
+        return ", ".join(f"{name} ({bytes_text(num_bytes)})" for name, num_bytes in every)
+
+    def finish(self, files: Iterable[PieceFile]) -> None:
+        """All that is needed at first is here; `files` are partial."""
+        took_s = time.monotonic() - self._began_s
+        if self.num_bytes:
+            self._tell(f"Data and model files have come from {self._sources} in {seconds_text(took_s)}.")
+        left = {file.path.name: sum(map(file.size_of, file.missing())) for file in files}
+        if left:
+            names = ", ".join(f"{name} ({bytes_text(num_bytes)})" for name, num_bytes in [*left.items()][:3])
+            self._tell(
+                f"{bytes_text(sum(left.values()))} more are fetched if this machine needs them: {names}"
+                f"{', …' if len(left) > 3 else '.'}"
+            )

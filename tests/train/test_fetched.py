@@ -1,0 +1,260 @@
+"""Files of another machine: pieces come when they are needed, from all that have them, and are checked."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bireme.errors import BiremeError
+from bireme.model.capture import capture
+from bireme.model.gpt import GPT, GPTConfig
+from bireme.model.weights import load_weights
+from bireme.pieces import PIECE_BYTES, FileIdentity, PieceFile
+from bireme.runtime.copies import folder_server
+from bireme.runtime.copies.folder_server import digests_at, fetch_pieces, read_range
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
+from bireme.train import fetched
+from bireme.train.checkpoint.checkpoint import MachinesNote, note_machines
+from bireme.train.data.prepare import ModelSide, RunData, prepare_data
+from bireme.train.fetched import FetchProgress, bring, bring_copies, bring_weights, partial_files
+from bireme.train.folder import RunFolder
+from bireme.train.run_file.tables import Data
+from bireme.train.run_machines import MachineFolders
+from tests.support.patience import patience_s
+
+NUM_PIECES = 6
+CONTENT = random.Random(0).randbytes(NUM_PIECES * PIECE_BYTES - 100)
+
+
+def placed(path: Path, content: bytes = CONTENT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+class Machines:
+    """Machines that each serve the run in a folder of their own. The first one has the files at `roots`."""
+
+    def __init__(self, folder: Path, count: int, roots: Sequence[Path]) -> None:
+        self.runs = [RunFolder(folder / f"machine-{number}") for number in range(count)]
+        self.folders = [MachineFolders() for _ in self.runs]
+        for run in self.runs:
+            run.path.mkdir(exist_ok=True)
+        self.addresses = tuple(one.served(run.path) for one, run in zip(self.folders, self.runs, strict=True))
+        self.folders[0].served(self.runs[0].path, [str(one) for one in roots])
+        self.said = list[str]()
+
+    def take(self, number: int, paths: Sequence[str]) -> list[Path]:
+        """Where a machine has what the first one has at these paths, which no other machine sees."""
+        note, progress = MachinesNote(self.addresses, number), FetchProgress(self.said.append, {})
+        here = self.folders[number].take_files(self.runs[number], self.runs[0].path, paths, note, progress)
+        progress.finish(partial_files(self.runs[number].path))
+        return [Path(here[path]) for path in paths]
+
+
+@contextmanager
+def machines(folder: Path, count: int, *roots: Path) -> Iterator[Machines]:
+    with ExitStack() as stack:
+        found = Machines(folder, count, roots)
+        for one in found.folders:
+            stack.callback(one.close)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def small_files_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetched, "WHOLE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(folder_server, "_GROUP_PIECES", 2)
+    monkeypatch.setattr(folder_server, "_AGAIN_S", 0.01)
+
+
+def fetch(file: PieceFile, pieces: Sequence[int], addresses: Sequence[KeeperAddress]) -> dict[str, int]:
+    """Fetch pieces; the bytes from each machine."""
+    came = dict[str, int]()
+
+    def note(address: str, num_bytes: int) -> None:
+        came[address] = came.get(address, 0) + num_bytes
+
+    fetch_pieces(file, pieces, lambda: addresses, patience_s(), came=note)
+    return came
+
+
+def begun(path: Path, source: Path, name: str = "root-0") -> PieceFile:
+    found = PieceFile.begun(path, name, FileIdentity.of(source))
+    assert found is not None
+    return found
+
+
+def test_pieces_come_from_all_that_have_them_and_stay_when_the_fetch_begins_again(tmp_path: Path) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 2, source) as found:
+        first = begun(tmp_path / "one" / "data.bin", source)
+        assert fetch(first, [0, 1, 2], found.addresses[:1]) == {found.addresses[0].address: 3 * PIECE_BYTES}
+        assert first.missing() == [3, 4, 5]
+        found.folders[1].served(None, [str(first.path)])
+        second = begun(tmp_path / "two" / "data.bin", source)
+        came = fetch(second, range(NUM_PIECES), found.addresses)
+        assert sum(came.values()) == len(CONTENT)
+        assert came[found.addresses[0].address] >= len(CONTENT) - 3 * PIECE_BYTES
+        assert second.path.read_bytes() == CONTENT
+        assert PieceFile.at(second.path) is None
+        assert PieceFile.begun(second.path, "root-0", FileIdentity.of(source)) is None
+        again = begun(first.path, source, "root-1")
+        assert again.missing() == [3, 4, 5]
+        assert PieceFile.at(first.path) == again
+        fetch(begun(first.path, source), [4], found.addresses[:1])
+        assert first.missing([(0, PIECE_BYTES), (4 * PIECE_BYTES - 1, 4 * PIECE_BYTES + 1)]) == [3]
+
+
+def test_a_partial_file_is_served_by_pieces_alone(tmp_path: Path) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 2, source) as found:
+        partial = begun(tmp_path / "machine-1" / "data.bin", source)
+        fetch(partial, [1], found.addresses[:1])
+        own = found.addresses[1:]
+        assert digests_at(own[0], ["data.bin"], patience_s()) == (None,)
+        assert read_range(own, "data.bin", PIECE_BYTES, 9, patience_s()) == CONTENT[PIECE_BYTES:][:9]
+        with pytest.raises(BiremeError, match="only some pieces"):
+            read_range(own, "data.bin", 0, 9, patience_s())
+
+
+def test_a_damaged_piece_comes_from_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 2, source) as found:
+        damaged = begun(tmp_path / "machine-1" / "data.bin", source)
+        fetch(damaged, [0, 1], found.addresses[:1])
+        with damaged.path.open("r+b") as file:
+            file.write(b"damaged")
+        found.folders[1].served(None, [str(damaged.path)])
+        wanted = begun(tmp_path / "two" / "data.bin", source)
+        fetch(wanted, range(NUM_PIECES), found.addresses[::-1])
+        assert wanted.path.read_bytes() == CONTENT
+        monkeypatch.setattr(folder_server, "_AGAIN_S", 0.0)
+        alone = begun(tmp_path / "three" / "data.bin", source)
+        with pytest.raises(BiremeError, match="does not have the SHA-256"):
+            fetch_pieces(alone, [0], lambda: found.addresses[1:], 0.2)
+        with pytest.raises(BiremeError, match="no machine of the run that answers has it"):
+            fetch_pieces(alone, [5], lambda: found.addresses[1:], 0.2)
+
+
+def test_pieces_of_a_file_that_has_changed_are_not_kept(tmp_path: Path) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 1, source) as found:
+        before = begun(tmp_path / "one" / "data.bin", source)
+        fetch(before, [0, 1], found.addresses)
+        placed(source, CONTENT[::-1])
+        with pytest.raises(BiremeError, match="has changed on its machine"):
+            fetch_pieces(before, [2], lambda: found.addresses, 0.2)
+        now = begun(tmp_path / "one" / "data.bin", source)
+        assert now.missing() == [*range(NUM_PIECES)]
+        fetch(now, range(NUM_PIECES), found.addresses)
+        assert now.path.read_bytes() == CONTENT[::-1]
+
+
+def test_small_files_come_whole_and_again_only_if_they_have_changed(tmp_path: Path) -> None:
+    folder = placed(tmp_path / "there" / "config.json", b"{}").parent
+    placed(folder / "more" / "empty.txt", b"")
+    paths = [f"/nowhere/{folder.name}"]
+    with machines(tmp_path, 2, folder) as found:
+        (here,) = found.take(1, paths)
+        assert {one.relative_to(here).as_posix() for one in here.rglob("*.*")} == {
+            "config.json",
+            "more/empty.txt",
+        }
+        assert (here / "config.json").read_bytes() == b"{}"
+        assert len(found.said) == 1
+        found.take(1, paths)
+        assert len(found.said) == 1
+        placed(folder / "config.json", b"[1]")
+        found.take(1, paths)
+        assert (here / "config.json").read_bytes() == b"[1]"
+
+
+def test_a_machine_fetches_the_tensors_of_its_stages_alone(tmp_path: Path) -> None:
+    config = GPTConfig(layers=2, width=256, heads=2, vocab=512, context=8)
+    model, ids = GPT(config), torch.zeros((1, 8), dtype=torch.int64)
+    graph = capture(model, {"input_ids": ids, "labels": ids})
+    folder = tmp_path / "there"
+    folder.mkdir()
+    states = {name: one.clone() for name, one in model.state_dict().items()}
+    save_file(states, str(folder / "model.safetensors"))
+    names = [one.name for one in graph.parameters if one.name.startswith("layers.1.")]
+    assert names
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    with machines(tmp_path, 2, folder) as found:
+        (here,) = found.take(1, ["/nowhere/model"])
+        with pytest.raises(BiremeError, match="only some pieces"):
+            load_weights(graph, names, here)
+        progress = FetchProgress(found.said.append, {})
+        bring_weights(graph, names, here, progress=progress)
+        assert progress.num_bytes < num_bytes / 2
+        read = load_weights(graph, names, here)
+        assert all(torch.equal(read[name], states[name]) for name in names)
+        with pytest.raises(BiremeError, match="only some pieces"):
+            load_weights(graph, [one.name for one in graph.parameters], here)
+        bring_weights(graph, [one.name for one in graph.parameters], here, progress=progress)
+        assert len(load_weights(graph, [one.name for one in graph.parameters], here)) == len(graph.parameters)
+        assert "more are fetched if this machine needs them: model.safetensors" in found.said[-1]
+
+
+def data_of(source: Path, **keys: Any) -> RunData:
+    request = Data(source=str(source), length=64, tokenizer="bytes", **keys)
+    return prepare_data(request, ModelSide({}, 257), 2)
+
+
+@pytest.mark.parametrize("kind", ["text", "rows", "array"])
+def test_another_machine_reads_the_samples_of_the_first_one_and_only_pieces_of_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "cache"))
+    text = "".join(f"{number} is a number.\n" for number in range(25_000))
+    if kind == "rows":
+        rows = (f'{{"prompt": "{number}?", "completion": "{text[:100]!a}"}}' for number in range(4_000))
+        source = placed(tmp_path / "there" / "rows.jsonl", "\n".join(rows).encode())
+    else:
+        content = text.encode() if kind == "text" else (torch.arange(300_000) % 251).to(torch.uint16).numpy()
+        source = placed(tmp_path / "there" / ("book.txt" if kind == "text" else "ids.bin"), bytes(content))
+    wanted = data_of(source)
+    folders = wanted.token_folders()
+    assert len(folders) == (kind != "array")
+    with machines(tmp_path, 2, Path(folders.get(str(source), source))) as found:
+        (here,) = found.take(1, [f"/nowhere/{source.name}"])
+        monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "other"))
+        data = data_of(here)
+        assert (len(data.training), data.num_documents) == (len(wanted.training), wanted.num_documents)
+        assert [(one.what, one.counted) for one in data.recognized] == [
+            (one.what, one.counted) for one in wanted.recognized
+        ]
+        numbers = [len(data.training) - 1, 7]
+        for name, tensor in data.training.take(numbers).items():
+            assert torch.equal(tensor, wanted.training.take(numbers)[name])
+        (partial,) = partial_files(here)
+        assert 0 < len(partial.missing()) < partial.num_pieces
+        assert partial.missing([(0, 1)]) == []
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_other_machines_together_have_a_copy_of_each_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched, "_COPIED_BYTES", PIECE_BYTES)
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 3, source) as found:
+        paths = [found.take(number, ["/nowhere/data.bin"])[0] for number in (1, 2)]
+        missing = []
+        for path in paths:
+            assert [*bring_copies([path], 1, RateLimit(1e12))]
+            partial = PieceFile.at(path)
+            assert partial is not None
+            missing.append(set(partial.missing()))
+        assert missing[0] | missing[1] | {0} == set(range(NUM_PIECES))
+        assert not missing[0] & missing[1]
+        found.folders[0].close()
+        bring(paths[0])
+        assert paths[0].read_bytes() == CONTENT
+    note_machines(found.runs[2].path, MachinesNote(found.addresses, 2))
