@@ -10,9 +10,8 @@ calls `check_here` before.
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -23,8 +22,10 @@ PIECE_BYTES = 1 << 16
 """The last piece of a file may be shorter. A batch of shuffled samples needs a piece for each sample."""
 _HEAD_BYTES, _DIGEST_BYTES = 1 << 12, 32
 _NONE = bytes(_DIGEST_BYTES)
-RECORD = re.compile(r"\..+\.pieces(\..*)?")
-"""The name of a record, and of its drafts."""
+RECORD = re.compile(r"\..+\.pieces")
+"""The names of records."""
+Came = Callable[[str, int], None]
+"""Gets the address that bytes of a file came from, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class FileIdentity:
     changed_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> Self:
+    def of(cls, path: Path) -> "FileIdentity":
         """The identity of a file. Of a partial file that is the identity of the whole file elsewhere."""
         if (partial := PieceFile.at(path)) is not None:
-            return cls(partial.identity.num_bytes, partial.identity.changed_ns)
+            return partial.identity
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns)
 
@@ -68,52 +69,23 @@ class PieceFile:
         """The partial file of this identity at a path, with the pieces that are there already. None if the
         whole file is there.
         """
-        before = cls.at(path)
-        if before is None and path.is_file() and FileIdentity.of(path) == identity:
-            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
         found = cls(path, name, identity)
-        if before is not None and before.identity != identity:
-            _record(path).unlink()
-            before = None
-        if before is None:
-            found._create()
-        elif before != found:
-            found._write_head(_record(path))
-        return found
-
-    def _create(self) -> None:
-        """Make the record, and then the file, which never has holes without a record. Another process may do
-        the same.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record, mark = _record(self.path), secrets.token_hex(4)
-        draft, empty = (
-            record.with_name(f"{record.name}.{mark}"),
-            record.with_name(f"{record.name}.{mark}.new"),
-        )
-        try:
-            with draft.open("wb") as file:
-                file.truncate(_HEAD_BYTES + _DIGEST_BYTES * self.num_pieces)
-            self._write_head(draft)
-            with empty.open("wb") as file:
-                file.truncate(self.identity.num_bytes)
-            try:
-                os.link(draft, record)
-            except FileExistsError:
-                return
-            except OSError:  # a file system without links
-                draft.replace(record)
-            empty.replace(self.path)
-        finally:
-            draft.unlink(missing_ok=True)
-            empty.unlink(missing_ok=True)
-
-    def _write_head(self, record: Path) -> None:
-        head = json.dumps({"name": self.name, **asdict(self.identity)}).encode()
+        head = json.dumps({"name": name, **asdict(identity)}).encode().ljust(_HEAD_BYTES)
         if len(head) > _HEAD_BYTES:
-            raise BiremeError(f"{self.name} of another machine has a name that is too long.")
-        with record.open("r+b") as file:
-            file.write(head.ljust(_HEAD_BYTES))
+            raise BiremeError(f"{name} of another machine has a name that is too long.")
+        with found.locked():
+            before = cls.at(path)
+            if before is None and path.is_file() and FileIdentity.of(path) == identity:
+                return None
+            is_new = before is None or before.identity != identity
+            if is_new:
+                path.unlink(missing_ok=True)
+            with _record(path).open("wb" if is_new else "r+b") as record:
+                record.write(head)
+            with path.open("ab") as file:  # no file without a record has holes
+                file.truncate(identity.num_bytes)
+        return found
 
     @property
     def num_pieces(self) -> int:
@@ -131,12 +103,11 @@ class PieceFile:
         with suppress(FileNotFoundError), _record(self.path).open("rb") as record:
             for asked_first, asked_end in ranges:
                 first, end = max(asked_first, 0), min(asked_end, self.num_pieces)
-                place, num_bytes = _HEAD_BYTES + _DIGEST_BYTES * first, _DIGEST_BYTES * (end - first)
-                found = os.pread(record.fileno(), max(num_bytes, 0), place)
-                for piece in range(first, end):
-                    begin = _DIGEST_BYTES * (piece - first)
+                num_bytes = _DIGEST_BYTES * max(end - first, 0)
+                found = os.pread(record.fileno(), num_bytes, _HEAD_BYTES + _DIGEST_BYTES * first)
+                for place, begin in enumerate(range(0, num_bytes, _DIGEST_BYTES)):
                     own = found[begin : begin + _DIGEST_BYTES]
-                    yield piece, None if own == _NONE else own
+                    yield first + place, None if own in (_NONE, b"") else own
 
     def missing(self, ranges: Iterable[tuple[int, int]] | None = None) -> list[int]:
         """The pieces that are not here and have bytes of these ranges, or of the file, in their order."""
@@ -144,36 +115,37 @@ class PieceFile:
         places = ((begin // PIECE_BYTES, -(-end // PIECE_BYTES)) for begin, end in whole if begin < end)
         return sorted({piece for piece, digest in self.digests(places) if digest is None})
 
+    def num_missing_bytes(self, ranges: Iterable[tuple[int, int]] | None = None) -> int:
+        """The bytes of these pieces."""
+        return sum(map(self.size_of, self.missing(ranges)))
+
     def put(self, pieces: Mapping[int, bytes], digests: Mapping[int, bytes]) -> None:
         """Write pieces, and once they are on the disk the SHA-256 of each."""
-        with self.path.open("r+b") as file:
+        with self.path.open("r+b") as file, _record(self.path).open("r+b") as record:
             for piece, data in pieces.items():
                 os.pwrite(file.fileno(), data, piece * PIECE_BYTES)
             os.fsync(file.fileno())
-        with _record(self.path).open("r+b") as record:
             for piece in pieces:
                 os.pwrite(record.fileno(), digests[piece], _HEAD_BYTES + _DIGEST_BYTES * piece)
 
     def finish(self) -> None:
         """Remove the record if all pieces are here."""
         with suppress(FileNotFoundError):
-            if _NONE not in _record(self.path).read_bytes()[_HEAD_BYTES:]:
+            found = _record(self.path).read_bytes()[_HEAD_BYTES:]
+            if len(found) == _DIGEST_BYTES * self.num_pieces and _NONE not in found:
                 os.utime(self.path, ns=(self.identity.changed_ns, self.identity.changed_ns))
                 _record(self.path).unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from fetching the same pieces meanwhile, if the file system has locks."""
-        try:
-            record = _record(self.path).open("r+b")
-        except FileNotFoundError:
-            yield
-            return
-        with record:
+        """Keep other processes from fetching in the same folder meanwhile, if the file system has locks."""
+        with ExitStack() as stack:
             with suppress(OSError, ImportError):
                 import fcntl  # There is none on Windows.
 
-                fcntl.flock(record, fcntl.LOCK_EX)
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
             yield
 
 
@@ -181,9 +153,11 @@ def _record(path: Path) -> Path:
     return path.with_name(f".{path.name}.pieces")
 
 
-def file_of_record(record: Path) -> Path:
-    """The partial file that a record is of."""
-    return record.with_name(record.name.removeprefix(".").removesuffix(".pieces"))
+def partial_files(path: Path) -> Iterator[PieceFile]:
+    """The partial files in a folder and its folders, or the one at a path."""
+    records = path.rglob(".*.pieces") if path.is_dir() else [_record(path)]
+    names = (one.with_name(one.name.removeprefix(".").removesuffix(".pieces")) for one in records)
+    return filter(None, map(PieceFile.at, names))
 
 
 def check_here(path: Path, begin: int, end: int) -> None:
@@ -197,7 +171,7 @@ def check_here(path: Path, begin: int, end: int) -> None:
 
 
 def as_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as ranges, each without its end."""
+    """Numbers as ranges of consecutive ones, each without its end."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and found[-1][1] == number:
@@ -205,7 +179,3 @@ def as_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number + 1))
     return found
-
-
-Came = Callable[[str, int], None]
-"""Gets the address that bytes of a file came from, and how many."""

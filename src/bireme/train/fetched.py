@@ -17,7 +17,7 @@ from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import Tell
 from bireme.model.graph import Graph
 from bireme.model.weights import header_bytes, weight_ranges
-from bireme.pieces import PIECE_BYTES, Came, PieceFile, file_of_record
+from bireme.pieces import PIECE_BYTES, Came, PieceFile, partial_files
 from bireme.runtime.copies.folder_server import fetch_pieces
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
 from bireme.train.checkpoint.checkpoint import MACHINES, noted_machines
@@ -60,21 +60,20 @@ def bring(
     fetch_pieces(file, turned, lambda: _machines(path)[1], _TIMEOUT_S, limit=limit, came=came)
 
 
-def is_by_need(path: Path, num_bytes: int) -> bool:
+def is_by_need(file: PieceFile) -> bool:
     """Whether pieces of a file are fetched when they are needed."""
-    return num_bytes > WHOLE_BYTES and path.suffix in _BY_NEED
+    return file.identity.num_bytes > WHOLE_BYTES and file.path.suffix in _BY_NEED
 
 
 def bring_first(files: Sequence[PieceFile], progress: "FetchProgress") -> None:
     """Fetch what has to be here before anyone opens files: all of each, or the header of a large one."""
-    first = [[(0, PIECE_BYTES)] if is_by_need(one.path, one.identity.num_bytes) else None for one in files]
-    progress.expect(zip((one.path for one in files), first, strict=True))
-    for file, ranges in zip(files, first, strict=True):
-        bring(file.path, ranges, came=progress)
-        if ranges is not None and file.path.suffix == ".safetensors":
-            with file.path.open("rb") as opened:
-                end = min(header_bytes(opened.read(PIECE_BYTES)), file.identity.num_bytes)
-            bring(file.path, [(0, end)], came=progress)
+    first = {file.path: [(0, PIECE_BYTES)] if is_by_need(file) else None for file in files}
+    progress.expect(first)
+    for path, ranges in first.items():
+        bring(path, ranges, came=progress)
+        if ranges is not None and path.suffix == ".safetensors":
+            with path.open("rb") as opened:
+                bring(path, [(0, header_bytes(opened.read(PIECE_BYTES)))], came=progress)
 
 
 def bring_weights(
@@ -90,15 +89,9 @@ def bring_weights(
         return
     places = weight_ranges(graph, names, folder, model=model)
     if progress is not None:
-        progress.expect(places.items())
+        progress.expect(places)
     for path, ranges in places.items():
         bring(path, ranges, came=progress or _quietly)
-
-
-def partial_files(path: Path) -> Iterator[PieceFile]:
-    """The partial files in a folder and its folders, or the one at a path."""
-    paths = map(file_of_record, path.rglob(".*.pieces")) if path.is_dir() else [path]
-    return filter(None, map(PieceFile.at, paths))
 
 
 def bring_copies(paths: Iterable[Path], copies: int, limit: RateLimit | None) -> Iterator[None]:
@@ -125,30 +118,23 @@ class FetchProgress:
         self._expected_bytes = 0
         self.from_machines: dict[str, int] = {}
 
-    def expect(self, places: Iterable[tuple[Path, Iterable[tuple[int, int]] | None]]) -> None:
-        """Bytes of these files are fetched now, as far as they are not here."""
-        for path, ranges in places:
-            if (file := PieceFile.at(path)) is not None:
-                self._expected_bytes += sum(map(file.size_of, file.missing(ranges)))
+    def expect(self, places: Mapping[Path, Iterable[tuple[int, int]] | None]) -> None:
+        """What is not here of these ranges of files is fetched now."""
+        files = {path: PieceFile.at(path) for path in places}
+        self._expected_bytes += sum(one.num_missing_bytes(places[path]) for path, one in files.items() if one)
 
     def __call__(self, address: str, num_bytes: int) -> None:
         """So many bytes have come from the machine at an address."""
         name = self._names.get(address) or address.partition(" ")[0]
         self.from_machines[name] = self.from_machines.get(name, 0) + num_bytes
-        now_s, done = time.monotonic(), self.num_bytes
-        if now_s - self._told_s > _TOLD_S:
-            self._told_s = now_s
+        took_s, done = time.monotonic() - self._began_s, sum(self.from_machines.values())
+        if time.monotonic() - self._told_s > _TOLD_S:
+            self._told_s = time.monotonic()
             left = max(self._expected_bytes - done, 0)
-            left_s = left * (now_s - self._began_s) / done
             self._tell(
-                f"{bytes_text(done)} of data and model files have come from {self._sources}. "
-                f"{bytes_text(left)} are left: about {seconds_text(left_s)}."
+                f"{bytes_text(done)} of data and model files have come from {self._sources}; "
+                f"{bytes_text(left)} are left, about {seconds_text(left * took_s / done)}."
             )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that have come."""
-        return sum(self.from_machines.values())
 
     @property
     def _sources(self) -> str:
@@ -157,13 +143,12 @@ class FetchProgress:
 
     def finish(self, files: Iterable[PieceFile]) -> None:
         """All that is needed at first is here; `files` are partial."""
-        took_s = time.monotonic() - self._began_s
-        if self.num_bytes:
-            self._tell(f"Data and model files have come from {self._sources} in {seconds_text(took_s)}.")
-        left = {file.path.name: sum(map(file.size_of, file.missing())) for file in files}
+        if self.from_machines:
+            took = seconds_text(time.monotonic() - self._began_s)
+            self._tell(f"Data and model files have come from {self._sources} in {took}.")
+        left = {file.path.name: file.num_missing_bytes() for file in files}
         if left:
             names = ", ".join(f"{name} ({bytes_text(num_bytes)})" for name, num_bytes in [*left.items()][:3])
-            self._tell(
-                f"{bytes_text(sum(left.values()))} more are fetched if this machine needs them: {names}"
-                f"{', …' if len(left) > 3 else '.'}"
-            )
+            more = ", …" if len(left) > 3 else ""
+            total = bytes_text(sum(left.values()))
+            self._tell(f"{total} more are fetched if this machine needs them: {names}{more}.")

@@ -23,6 +23,7 @@ from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, system_errors, tell
 from bireme.files import path_within
 from bireme.model.graph_file import load_graph
+from bireme.pieces import partial_files
 from bireme.plan.plan import servers_of_places
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.board import Board, RankFailed
@@ -31,7 +32,7 @@ from bireme.runtime.replicas.hosts import MOST_ALONE_S, LaunchHost
 from bireme.runtime.stores import PrefixStore, Store
 from bireme.runtime.world import FAILED_FIRST_S, World
 from bireme.train.checkpoint.checkpoint import MACHINES, MachinesNote
-from bireme.train.fetched import FetchProgress, partial_files
+from bireme.train.fetched import FetchProgress
 from bireme.train.finishing import DONE, FinishedRun, check_kept, check_room, finish, kept_bytes
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.host_launcher import (
@@ -326,7 +327,8 @@ class _Joined:
             if orders.hosts is None:
                 note_begin(orders, self._environment.phase)
         machines = SpreadMachines(tuple(names), own, first)
-        return replace(orders, start=replace(orders.start, machines=machines))
+        words = {**orders.start.words, "fetched_bytes": self._talk.hear("fetched")}
+        return replace(orders, start=replace(orders.start, machines=machines, words=words))
 
     def _members(self) -> list[LaunchedProcess]:
         own = self._environment
@@ -394,12 +396,7 @@ class _Joined:
         census = census_from({server: one for own in told for server, one in own["census"].items()})
         if led.checkpoint is not None:
             check_same_census(load_census(led.folder.private), census, str(led.folder.path), tell)
-        # The machines that fetched data and model files, and from whom: for the first lines of the log.
-        names = [members[0].host for members in self.nodes.values()]
-        fetched = {name: told[first]["fetched"] for name, first in zip(names, self.firsts, strict=True)}
-        if self._taken is not None and any(fetched.values()):
-            words = {**self._taken.start.words, "fetched_bytes": {k: v for k, v in fetched.items() if v}}
-            self._taken = replace(self._taken, start=replace(self._taken.start, words=words))
+        self._talk.say("fetched", {one["host"]: one["fetched"] for one in told if one["fetched"]})
         write_census(led.folder.private, census)
         led.folder.record()
         self._talk.say("census", plain_census(census))
@@ -462,6 +459,7 @@ class _Joined:
             "census": plain_census(census),
             "storage": storage,
             "fetched": self._fetched,
+            "host": host_name(),
         }
         self._talk.say(f"ready/{rank}", ready)
 

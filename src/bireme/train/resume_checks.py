@@ -24,13 +24,14 @@ from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.model.part import WHOLE
 from bireme.model.weights import METADATA, open_weights, weight_files
+from bireme.pieces import partial_files
 from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.sync.coordinator.samples import in_force, united
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.disk import digest_of
 from bireme.train.checkpoint.manifest import Manifest
 from bireme.train.data.prepare import RunData, is_repeatable, samples_digest
-from bireme.train.fetched import bring, partial_files
+from bireme.train.fetched import bring
 from bireme.train.folder import RunFolder
 from bireme.train.model import RunModel
 from bireme.train.run_data import data_of

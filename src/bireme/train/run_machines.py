@@ -21,7 +21,7 @@ from bireme.files import FileDigest, new_folder, path_within, write_text_atomica
 from bireme.model.graph_file import load_graph
 from bireme.model.units import units_of
 from bireme.model.weights import weight_files
-from bireme.pieces import FileIdentity, PieceFile
+from bireme.pieces import FileIdentity, PieceFile, partial_files
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.copies.folder_server import (
     FolderServer,
@@ -48,7 +48,7 @@ from bireme.train.checkpoint.checkpoint import (
     step_of,
 )
 from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, read_manifest
-from bireme.train.fetched import FetchProgress, bring_copies, bring_first, partial_files
+from bireme.train.fetched import FetchProgress, bring_copies, bring_first
 from bireme.train.folder import RunFolder
 from bireme.train.model import INITIAL_FILES, RunModel
 from bireme.train.resume_checks import base_folder, load_base, names_in_base

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from bireme.cluster.machine import host_name
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, use
 from bireme.errors import Tell, system_errors, tell
+from bireme.pieces import partial_files
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.launch import Result, launch
 from bireme.runtime.world import World
@@ -34,7 +35,7 @@ from bireme.train.checkpoint.checkpoint import (
     noted_machines,
     open_checkpoint,
 )
-from bireme.train.fetched import FetchProgress, partial_files
+from bireme.train.fetched import FetchProgress
 from bireme.train.folder import RunFolder
 from bireme.train.joined_processes import own_runs
 from bireme.train.machines import Machines

@@ -41,8 +41,8 @@ class Tokens:
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
     but does not count in the loss. `origin` is what to call it all in a message; `num_skipped` says how many
     files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these. Of
-    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them. If the
-    file of the ids is `partial`, only `read` has them all.
+    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them. Only
+    `read` has all ids if their file is `partial`.
     """
 
     origin: str
