@@ -300,10 +300,12 @@ class Mirror:
                     retire(path)
                 has_later |= is_whole
 
-    def _fetch_pieces(self, files: Sequence[Path], copies: int) -> None:
+    def _fetch_pieces(self, files: list[Path], copies: int) -> None:
+        """Fetch this machine's part of these files, once."""
         for _ in bring_copies(files, copies, self._limit):
             if self._over.is_set():
                 return
+        files.clear()
 
     def _fetch_manifests(self, there: Mapping[int, Mapping[str, FileDigest]]) -> None:
         """The manifests of newer checkpoints that this machine has no part in: its ranks write the others."""

@@ -7,6 +7,7 @@ which then finds the tokens in the cache.
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from hashlib import sha256
@@ -289,9 +290,12 @@ class RunData:
         """The folders with the tokens of files and folders, by the resolved paths of these. Other machines of
         the run fetch them instead, with their descriptions.
         """
-        for folder, source in self.encoded.values():
-            source.write(folder)
-        return {path: str(folder) for path, (folder, _) in self.encoded.items()}
+        found = {}
+        for path, (folder, source) in self.encoded.items():
+            with suppress(BiremeError):  # a cache that cannot be written: the others make tokens themselves
+                source.write(folder)
+                found[path] = str(folder)
+        return found
 
     @property
     def num_files(self) -> int | None:
@@ -414,7 +418,7 @@ def _opened(request: Data, text: str) -> Source | _EncodedTokens:
 
 def _recognized(name: str, source: Source | _EncodedTokens, tokenizer: Tokenizer | None) -> Recognized:
     if isinstance(source, _EncodedTokens):
-        return source.about.recognized
+        return replace(source.about.recognized, origin=name)
     if not isinstance(source, SavedRows):
         what = "samples of a function" if isinstance(source, OwnSamples) else "token ids"
         what = "text" if isinstance(source, TextFiles) else what
@@ -494,7 +498,7 @@ class _Maker:
         if is_hub(name) or not isinstance(source, TextFiles | SavedRows) or not isinstance(made.data, Tokens):
             return None
         about = EncodedSource(
-            _holds_text(source), _has_answers(source), _recognized(name, source, self.tokenizer)
+            _holds_text(source), _has_answers(source), _recognized("", source, self.tokenizer)
         )
         return str(Path(name).expanduser().resolve()), (token_folder(source, self.tokenizer), about)
 
