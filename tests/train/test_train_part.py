@@ -18,20 +18,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from bireme import pieces
 from bireme.model.graph_file import load_graph
 from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
+from bireme.pieces import partial_files
 from bireme.plan.plan_file import load_plan, write_plan
+from bireme.runtime.copies import folder_server
 from bireme.runtime.stores import HashStore
 from bireme.schedule.instruction import Item
-from bireme.train import shared_model
-from bireme.train.checkpoint.checkpoint import newest_good
+from bireme.train import fetched, shared_model
+from bireme.train.checkpoint.checkpoint import MachinesNote, newest_good
+from bireme.train.fetched import FetchProgress
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.generating import WritingStyle, writer_of
 from bireme.train.joined_processes import RUNS
 from bireme.train.launching import start
 from bireme.train.model import RunModel
 from bireme.train.prepare import prepare, write_prepared
+from bireme.train.run_file import with_paths_of_machine
+from bireme.train.run_machines import MachineFolders, fetch_weights_of
 from bireme.train.shared_model import ModelFiles, ModelWork
 from bireme.train.subject import subject_of
 from tests.support.command import bireme
@@ -161,6 +167,47 @@ def test_another_machine_reads_the_tensors_of_a_checkpoint_where_the_first_one_h
     assert path.name == first.name
     assert found.keys() == wanted.keys() == set(learned)
     assert all(torch.equal(found[name], wanted[name]) for name in learned)
+
+
+def test_another_machine_fetches_the_weights_of_its_stages_and_after_a_resume_those_of_the_base(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched, "WHOLE_BYTES", 0)
+    for one in (pieces, fetched, folder_server):
+        monkeypatch.setattr(one, "PIECE_BYTES", 1 << 9)
+    first, base = RunFolder(run).load_run(), run.parents[1] / "llama"
+    graph = load_graph(run / "graph.json")
+    stages = [names for _, names in sorted(_names_of_stages(run).items())]
+    server, here = MachineFolders(), MachineFolders()
+    addresses = server.served(run, [str(base)]), here.served(tmp_path / "machine")
+    folder = RunFolder(Path(shutil.copytree(run, tmp_path / "machine")))
+    try:
+        for place, resumes in ((0, True), (1, True), (1, False)):
+            progress = FetchProgress(lambda _text: None, {})
+            note = MachinesNote(addresses, 1)
+            found = here.take_files(folder, run, ["/nowhere/llama"], note, progress)
+            before = sum(progress.from_machines.values())
+            moved = with_paths_of_machine(first, {str(base): found["/nowhere/llama"]})
+            monkeypatch.setattr(RunFolder, "load_run", lambda _self, run=moved: run)
+            fetch_weights_of(folder, [place], progress, resumes=resumes)
+            assert (sum(progress.from_machines.values()) > before) == resumes
+            read = RunModel.of(moved, 1).weights(graph)(sorted(stages[place]))
+            wanted = RunModel.of(first, 1).weights(graph)(sorted(stages[place]))
+            assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+            if place == 0:
+                assert any(partial_files(folder.path / "files"))
+    finally:
+        server.close()
+        here.close()
+
+
+def _names_of_stages(run: Path) -> dict[int, set[str]]:
+    """The parameters of each stage of a run."""
+    plan, units = load_plan(run / "plan.json").plan.by_program, units_of(load_graph(run / "graph.json"))
+    return {
+        stage: {name for index in plan.units_of(stage, len(units)) for name in units[index].parameters}
+        for stage in range(plan.source.num_stages)
+    }
 
 
 def _pipeline_logits(run: Path, inputs: dict[str, Tensor]) -> Tensor:
