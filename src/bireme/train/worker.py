@@ -120,19 +120,20 @@ def _weights(part: RankPart, graph: Graph) -> Weights:
     """The weights to make the stages with. If a checkpoint or another replica gives them later, a function of
     the user is not called for them again, and only the weights of the base are read from its folder.
     """
-    model, base = part.model, part.in_base(graph)
-    given = model.weights(graph, kept=part.folder.initial if model.is_made else None)
+    model, blank = part.model, placeholders(graph)
     if not part.start.resumes and (part.order is None or not part.order.is_empty):
-        return given
+        return model.weights(graph, kept=part.folder.initial if model.is_made else None)
+    if model.is_made:
+        return blank
+    base, given = part.in_base(graph), model.weights(graph)
     states = (*graph.parameters, *graph.buffers)
-    later = {one.name for one in states if model.is_made or (one.persistent and one.name not in base)}
-    blank = placeholders(graph)
+    later = {one.name for one in states if one.persistent and one.name not in base}
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
         rest = [name for name in names if name not in later]
         return {**blank([name for name in names if name in later]), **(given(rest) if rest else {})}
 
-    return read if model.is_made or model.reads_weights else given
+    return read if model.reads_weights else given
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:
