@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from bireme.bounds import bytes_text, seconds_text
-from bireme.errors import Tell
+from bireme.errors import Tell, tell
 from bireme.model.graph import Graph
 from bireme.model.weights import header_bytes, weight_ranges
 from bireme.pieces import PIECE_BYTES, Came, PieceFile, partial_files
@@ -38,16 +38,12 @@ def _machines(path: Path) -> tuple[int, tuple[KeeperAddress, ...]]:
     return (0, ()) if note is None else (note.own, note.others)
 
 
-def _quietly(_address: str, _num_bytes: int) -> None:
-    """Tell nobody that bytes have come."""
-
-
 def bring(
     path: Path,
     ranges: Iterable[tuple[int, int]] | None = None,
     *,
     limit: RateLimit | None = None,
-    came: Came = _quietly,
+    came: Came = lambda _address, _num_bytes: None,
 ) -> None:
     """Fetch the pieces with bytes of these ranges, or of the whole file, that this machine lacks."""
     if (file := PieceFile.at(path)) is None:
@@ -85,13 +81,12 @@ def bring_weights(
     progress: "FetchProgress | None" = None,
 ) -> None:
     """Fetch the bytes of a folder that these parameters and buffers are made from."""
-    if next(partial_files(folder), None) is None:
+    if not any(partial_files(folder)):
         return
-    places = weight_ranges(graph, names, folder, model=model)
-    if progress is not None:
-        progress.expect(places)
+    places, told = weight_ranges(graph, names, folder, model=model), progress or FetchProgress(tell, {})
+    told.expect(places)
     for path, ranges in places.items():
-        bring(path, ranges, came=progress or _quietly)
+        bring(path, ranges, came=told)
 
 
 def bring_copies(paths: Iterable[Path], copies: int, limit: RateLimit | None) -> Iterator[None]:
