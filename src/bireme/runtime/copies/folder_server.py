@@ -338,12 +338,13 @@ def fetch_pieces(
     """
     talk, end_s = _PieceFetch(file, timeout_s, limit, came), time.monotonic() + timeout_s
     with file.locked() if limit is None else nullcontext():
-        places = as_ranges(sorted(pieces))
-        absent = set(file.missing([(PIECE_BYTES * first, PIECE_BYTES * end) for first, end in places]))
+        places = [(PIECE_BYTES * first, PIECE_BYTES * end) for first, end in as_ranges(sorted(pieces))]
+        absent = set(file.missing(places))
         left = [piece for piece in pieces if piece in absent]
         while left:
-            done = talk.fetch(sorted(left[:_WINDOW_PIECES]), addresses())
-            left = [piece for piece in left if piece not in done]
+            window = sorted(left[:_WINDOW_PIECES])
+            done = talk.fetch(window, addresses())
+            left = [*(piece for piece in window if piece not in done), *left[_WINDOW_PIECES:]]
             if done:
                 end_s = time.monotonic() + timeout_s
             elif time.monotonic() > end_s:
@@ -351,6 +352,7 @@ def fetch_pieces(
                 raise BiremeError(f"{file.path} cannot be fetched from the other machines: {why}")
             else:
                 time.sleep(_AGAIN_S)
+                left = file.missing(places)  # another process may have fetched them
         file.finish()
 
 
