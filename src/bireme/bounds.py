@@ -19,11 +19,11 @@ Count = Annotated[int, Ge(1)]
 Place = Annotated[int, Ge(0)]
 """A number counted from 0 on."""
 
-Bytes = Annotated[int, Ge(0)]
+Bytes = Annotated[int, Ge(0), Le(2**60)]
 NumBytes = Annotated[float, Ge(0)]
-"""Bytes as they are counted, and as they come out of a calculation."""
+"""Bytes as they are counted, and as they come out of a calculation. Sums of larger ones are no integers."""
 
-Seconds = Annotated[float, Ge(0)]
+Seconds = Annotated[float, Ge(0), Le(1e15)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1 + 1e-9)]
 """From 0 to 1, and a sum of shares that rounding brought a little above."""

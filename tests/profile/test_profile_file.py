@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.cluster.device import Device, EngineCost
+from bireme.cluster.device import KINDS, Device, EngineCost
 from bireme.errors import BiremeError
 from bireme.profile import measuring, profiler
 from bireme.profile.control import cache_folder
@@ -39,7 +39,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> Bench:
 
 
 names = st.text(max_size=8)
-counts = st.integers(0, 2**63)
+counts = st.integers(0, 2**60)
 seconds = st.floats(0, 1e9, allow_nan=False)
 kept = st.builds(KeptMemory, st.lists(names, min_size=1, max_size=3).map(tuple), counts, st.booleans())
 
@@ -102,6 +102,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         units.append(draw(unit))
     whole = st.builds(
         Profile,
+        device_kind=st.sampled_from(KINDS),
         num_threads=counts,
         num_operators=counts,
         parameter_bytes=counts,
@@ -139,6 +140,9 @@ def estimated() -> Profile:
         (lambda plain: plain.update(units=[]), "at least 1 item"),
         (lambda plain: plain["units"][0].update(saved=1), r"units\[0\].saved"),
         (lambda plain: plain["units"][0]["costs"][0].update(forward_s=-1.0), "forward_s is -1.0"),
+        (lambda plain: plain["units"][0]["costs"][0].update(forward_s=1e308), r"forward_s is 1e\+308"),
+        (lambda plain: plain["units"][0].update(gradient_bytes=2**70), "gradient_bytes is 11805"),
+        (lambda plain: plain.update(device_kind="tpu"), "device_kind is 'tpu'; it must be cpu or cuda"),
         (lambda plain: plain["units"][0]["costs"][0].update(saved_bytes="many"), 'saved_bytes is "many"'),
         (lambda plain: plain["units"][1]["costs"].pop(), "unit 1 has costs for micro-batches of .1. samples"),
         (lambda plain: plain["units"][0]["costs"][1].update(micro_batch=1), "unit 0 has costs for .*1, 1"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from bireme.bounds import Bytes, Count, Place, Positive, Seconds
-from bireme.cluster.device import EngineCost
+from bireme.cluster.device import KINDS, EngineCost
 from bireme.codec.description import CodecRate
 from bireme.documents import as_dataclass, read_json_object
 from bireme.errors import BiremeError
@@ -207,6 +207,8 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: Path) -> Profile:
     """The profile in a file."""
     profile = as_dataclass(read_json_object(path), Profile, number=_FORMAT, source=str(path))
+    if profile.device_kind not in KINDS:
+        raise BiremeError(f"{path}: device_kind is {profile.device_kind!r}; it must be {' or '.join(KINDS)}.")
     for index, unit in enumerate(profile.units):
         sizes = [cost.micro_batch for cost in unit.costs]
         if sizes != list(dict.fromkeys(profile.micro_batches)):
