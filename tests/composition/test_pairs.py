@@ -107,6 +107,7 @@ def test_every_pair_is_held_by_a_set() -> None:
         pytest.param("2bw offloading shard-optimizer tied sum-codec", id="parts of an optimizer on the host"),
         pytest.param("quorum offloading shard-weights", id="sites that share and offload"),
         pytest.param("diloco offloading shard-optimizer", id="sites with averages that offload"),
+        pytest.param("2bw-fresh offloading copies", id="fresh updates that are offloaded and copied"),
         pytest.param("offloading recompute tied boundary-codec sum-codec", id="little memory and slow links"),
     ],
 )

@@ -23,7 +23,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from bireme.schedule.accesses import ChunkAccess
-from bireme.schedule.instruction import Item
+from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.tiers import Chunk
 
 # Gaps: the times between two accesses of a chunk, in which it is held or evicted.
@@ -74,11 +74,13 @@ class Gap:
         """Whether its eviction costs a copy out, unless a valid copy is below.
 
         What begins the window in the tier below has one there, so has what is written there, and frozen
-        weights that are ever evicted do: `settle` lets them.
+        weights that are ever evicted do: `settle` lets them. Of the weights before a trial step the pass that
+        read them last may be followed by a checkpoint, from which it would run again.
         """
         if self.before is None or self.before.is_kept_below:
             return False
-        return self.is_read and self.chunk.item is not Item.FROZEN
+        is_kept = self.is_read or (self.after is not None and self.after.step.kind is Kind.TRIAL)
+        return is_kept and self.chunk.item is not Item.FROZEN
 
     def end(self, num_steps: int) -> int:
         """The step of the access after."""
