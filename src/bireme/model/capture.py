@@ -89,7 +89,7 @@ class Whole(torch.nn.Module):
     def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the module, and then the loss."""
         extra = _switched_off(self.model)
-        with calls_without_numbers(), _CountsOnAnyDevice():
+        with calls_without_numbers():
             if isinstance(inputs, dict):
                 taken = inputs if self.loss is None else _taken(self.model, inputs)
                 returned = self.model(**taken, **extra)
@@ -100,20 +100,6 @@ class Whole(torch.nn.Module):
             named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
         self.note(named)
         return tuple(named.values())
-
-
-class _CountsOnAnyDevice(TorchFunctionMode):
-    """`torch.histc` counts as floats: of integers only GPUs have it, and a graph from the meta device runs on
-    CPUs too. The experts of transformers count their tokens with it.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func if func is not torch.histc or args[0].is_floating_point() else _histogram
-        return result(*args, **(kwargs or {}))
-
-
-def _histogram(values: Tensor, *bounds: Any, **more: Any) -> Tensor:
-    return torch.histc(values.double(), *bounds, **more).to(values.dtype)
 
 
 def _switched_off(model: torch.nn.Module) -> dict[str, bool]:

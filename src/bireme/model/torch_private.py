@@ -69,22 +69,23 @@ def as_in_capture() -> Iterator[None]:
         yield
 
 
+_AUTOCAST, _HISTC = torch.autocast, torch.histc
+
+
 @contextmanager
 def calls_without_numbers() -> Iterator[None]:
-    """A context in which models run that would look at numbers, or ask torch about the meta device.
+    """A context in which models run that would look at numbers, or at the device that they are captured on.
 
     Torch's transformers compare a mask with a causal one's to choose a faster kernel if no `is_causal` is
-    given; without the comparison they apply the mask, with the same result. `torch.autocast` knows no meta
-    device, not even to be off there, as adapters of experts ask. Hold `EXPORT`: this is for all threads.
+    given; without the comparison they apply the mask, with the same result. Experts of transformers count
+    whole numbers, which torch does on GPUs only, and their adapters switch autocast off, which the meta
+    device does not have. Hold `EXPORT`: this is for all threads.
     """
     with ExitStack() as stack:
         for owner, name, other in (
-            (
-                transformer,
-                "_detect_is_causal_mask",
-                lambda _mask, is_causal=None, _size=None: is_causal is True,
-            ),
+            (transformer, "_detect_is_causal_mask", lambda _, is_causal=None, _size=None: is_causal is True),
             (torch, "autocast", _autocast),
+            (torch, "histc", _histc),
         ):
             if hasattr(owner, name):
                 stack.callback(setattr, owner, name, getattr(owner, name))
@@ -92,11 +93,13 @@ def calls_without_numbers() -> Iterator[None]:
         yield
 
 
-_AUTOCAST = torch.autocast
-
-
 def _autocast(device_type: str, *given: Any, **more: Any) -> Any:
     return nullcontext() if device_type == "meta" else _AUTOCAST(device_type, *given, **more)
+
+
+def _histc(values: Tensor, *bounds: Any, **more: Any) -> Tensor:
+    counted = values if values.is_floating_point() else values.double()
+    return _HISTC(counted, *bounds, **more).to(values.dtype)
 
 
 def cpp_compiler() -> str | None:
