@@ -4,8 +4,8 @@
 
 `--section` measures a part alone: `walks`, which the rest of this text is about; `last-copy`
 (`killing/last_copy.py`): a host with the only first copy of a stage is killed, and the run goes on from its
-second copies; or `lost-machine` (`killing/lost_machine.py`): a machine of `bireme coordinate` is lost for
-good, and the run goes on over the others.
+second copies; `lost-machine` (`killing/lost_machine.py`): a machine of `bireme coordinate` is lost for good,
+and the run goes on over the others; or `join`: such a machine comes back by `bireme join`.
 
 With `sync.mode = "quorum"` and two and three replicas of two stages. A rank kills itself (SIGKILL), or stops
 (SIGSTOP) until its lease has been over for long, right before some instruction of a batch: in turns on each
@@ -38,7 +38,12 @@ from benchmarks.common.command import Findings, Section, benchmark, log
 from benchmarks.common.verdicts import Verdict, at_most, exactly
 from benchmarks.killing.injector import SAVING
 from benchmarks.killing.last_copy import last_copy_rows, last_copy_verdicts
-from benchmarks.killing.lost_machine import lost_machine_rows, lost_machine_verdicts
+from benchmarks.killing.lost_machine import (
+    joined_rows,
+    joined_verdicts,
+    lost_machine_rows,
+    lost_machine_verdicts,
+)
 from benchmarks.killing.mortal_run import Ended, MortalRun, losses_of_one_process, mortal_run
 from bireme.documents import read_json_lines
 from bireme.sync.coordinator.ledger_check import check_ledger
@@ -212,10 +217,16 @@ def lost_machine(is_quick: bool) -> Findings:
     return Findings([Section("A machine is lost for good", rows)], [*lost_machine_verdicts(rows)])
 
 
+def joined(_is_quick: bool) -> Findings:
+    rows = joined_rows()
+    return Findings([Section("A machine joins a run under way", rows)], [*joined_verdicts(rows)])
+
+
 SECTIONS: dict[str, Callable[[bool], Findings]] = {
     "walks": walks,
     "last-copy": last_copy,
     "lost-machine": lost_machine,
+    "join": joined,
 }
 
 
@@ -234,4 +245,4 @@ def options(parser: ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    benchmark(__doc__, measure, quick="three kills in one run, one host, and one machine", options=options)
+    benchmark(__doc__, measure, quick="three kills in one run, one host, and two machines", options=options)

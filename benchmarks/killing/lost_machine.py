@@ -3,6 +3,8 @@
 All machines are this one, over the loopback. All processes of the machine are killed at once, as a power cut
 does. The coordinator prints how long the parts of the recovery take; processor seconds and memory are those
 that Linux counts for the processes of the two phases.
+
+In `quorum`, such a machine comes back by `bireme join`: how long until a batch counts that it has a part in?
 """
 
 import json
@@ -27,6 +29,8 @@ from bireme.errors import BiremeError
 
 MOST_S = 10.0
 """Until training goes on. What a machine loads here takes no time on a link."""
+MOST_JOIN_S, JOIN_BATCHES = 5.0, 2
+"""From `bireme join` to the first batch, beside the transfer of the state and the time of these batches."""
 MOST_BATCHES = 3.0
 """Without training, where a batch takes some seconds."""
 PATIENCE_S = 300.0
@@ -65,13 +69,23 @@ name = "run"
 every_steps = 1
 sample_tokens = 0
 """
+_QUORUM = """
+[plan]
+schedule = "1f1b"
+depth = 1
+width = 3
+
+[sync]
+mode = "quorum"
+lease_s = 4.0
+"""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class _Machines:
     """The commands of all machines, each in a session of its own, and what they have printed."""
 
-    def __init__(self, folder: Path, layers: int, batch: int, num: int) -> None:
+    def __init__(self, folder: Path, layers: int, batch: int, num: int, more: str = "") -> None:
         self._folder, self._num = folder, num
         texts = folder / "texts"
         texts.mkdir()
@@ -80,7 +94,7 @@ class _Machines:
         )
         numbers = {"layers": layers, "batch": batch, "saves": 20 if num == 3 else 5}
         self._run = folder / "run.toml"
-        self._run.write_text(_RUN.format(**numbers, texts=texts, runs=folder / "runs"))
+        self._run.write_text(_RUN.format(**numbers, texts=texts, runs=folder / "runs") + more)
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -93,6 +107,11 @@ class _Machines:
         ]
         for name, words in zip(OTHERS[: self._num - 1], lines, strict=True):
             self._start(name, *words, "--name", name)
+        self._join = lines[0][:2]
+
+    def join_again(self, name: str) -> None:
+        """Start a machine again that was killed."""
+        self._start(name, *self._join, "--name", name)
 
     def _start(self, name: str, *words: str) -> None:
         variables = {"BIREME_HOME": str(self._folder / name), "BIREME_CACHE": str(self._folder / "cache")}
@@ -116,14 +135,27 @@ class _Machines:
             self._check(ends_s)
             time.sleep(POLL_S)
 
+    def records(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """The lines of a kind in a file of the run."""
+        found = read_json_lines(self._folder / "runs" / "run" / name, start="start").records.values()
+        return [one for one in found if one["kind"] == kind]
+
+    def round_of_all(self, after: int) -> int:
+        """The first batch from that one on in which all machines have a part, once it counts."""
+        while True:
+            for one in self.records("ledger.jsonl", "round"):
+                if one["batch"] >= after and len(one["members"]) == self._num:
+                    return int(one["batch"])
+            self.wait_for("")
+            time.sleep(POLL_S)
+
     def batch_s(self, step: int) -> float:
         """The median seconds of a batch up to that step, once the log has it."""
         ends_s, path = time.monotonic() + PATIENCE_S, self._folder / "runs" / "run" / "metrics.jsonl"
         while f'"kind": "train", "step": {step},' not in (path.read_text() if path.exists() else ""):
             self._check(ends_s)
             time.sleep(POLL_S)
-        log = read_json_lines(path, start="start").records.values()
-        times = [float(one["time_s"]) for one in log if one["kind"] == "train"]
+        times = [float(one["time_s"]) for one in self.records("metrics.jsonl", "train")]
         return median(later - before for before, later in pairwise(times))
 
     def _check(self, ends_s: float) -> None:
@@ -223,3 +255,41 @@ def lost_machine_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
         else:
             yield at_most(f"{name}: batches' time until it trains again", row["again_batches"], MOST_BATCHES)
         yield exactly(f"{name}: plans made ahead", row["plans_ahead"], row["machines"] - 1)
+
+
+def joined_rows() -> list[dict[str, Any]]:
+    """A machine that was lost joins again while the others train."""
+    with TemporaryDirectory() as scratch:
+        machines = _Machines(Path(scratch), 12, 48, 3, _QUORUM)
+        try:
+            machines.start()
+            batch_s = machines.batch_s(20)
+            machines.kill("blue")
+            machines.wait_for("blue (127.0.0.1) is gone")
+            before = machines.records("ledger.jsonl", "round")[-1]["batch"]
+            begin_s = time.monotonic()
+            machines.join_again("blue")
+            batch = machines.round_of_all(before + 2)
+            first_s = time.monotonic() - begin_s
+            cpu_s = {name: own_s for machine, name, _, own_s in machines.processes() if machine == "blue"}
+            while not (found := machines.records("metrics.jsonl", "recovery")):
+                machines.wait_for("")
+                time.sleep(POLL_S)
+        finally:
+            machines.close()
+    row = {
+        "batch_s": batch_s,
+        "first_s": first_s,
+        "beside_s": first_s - found[-1]["transfer_s"] - JOIN_BATCHES * batch_s,
+        "batches_meanwhile": batch - before,
+        **{name: found[-1][name] for name in ("transfer_s", "catch_up_s")},
+        **{f"cpu_s of {name}": own_s for name, own_s in cpu_s.items()},
+    }
+    log(json.dumps(row))
+    return [row]
+
+
+def joined_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
+    """Whether a machine that joins trains soon."""
+    name = f"s from bireme join to its first batch, beside the transfer and {JOIN_BATCHES} batches"
+    yield from (at_most(name, row["beside_s"], MOST_JOIN_S) for row in rows)
