@@ -376,7 +376,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (["sync.mode=groups", "sync.grace_s=2"], 'or set sync.mode = "quorum" or "diloco".'),
         (["sync.mode=diloco", "sync.compare_every=9"], 'or set sync.mode = "quorum".'),
         (["sync.compare_every=9"], "sync.compare_every is 9"),
-        (["cluster.workers=3", "plan.depth=2", "plan.width=2"], "plan.depth times plan.width is 4, but"),
     ],
 )
 def test_keys_that_contradict_each_other_get_one_sentence(sets: list[str], expected: str) -> None:

@@ -320,7 +320,7 @@ def check_devices(run: RunFile, cluster: Cluster) -> None:
         cluster.number_of(name)
     remedy = "Plan for fewer devices, or name a larger cluster."
     if run.cluster.source is None:
-        remedy = "Set cluster.workers to {needed}, or plan for fewer devices."
+        remedy = "Set cluster.workers, on each machine, for {needed}, join more machines, or plan for fewer."
     than = f"the run has {cluster.num_devices} devices: each of them is a process."
     run.plan.refuse_more_devices(cluster.num_devices, than, remedy)
 

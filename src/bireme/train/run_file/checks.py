@@ -150,7 +150,7 @@ def check_together(tables: Tables) -> None:
     _check_plan_file(tables.plan)
     _check_batch(tables.plan, tables.training.batch_size)
     _check_delay(tables.plan, tables.training.steps)
-    _check_machines(tables.cluster, tables.plan)
+    _check_machines(tables.cluster)
     _check_balance(tables.balance, tables.plan)
     _check_links(tables.links)
     check_memory(tables)
@@ -407,16 +407,12 @@ def _check_links(links: LinksTable) -> None:
             raise BiremeError(f"links.boundaries, boundary {one.boundary}: {error}") from None
 
 
-def _check_machines(cluster: ClusterTable, plan: Planning) -> None:
+def _check_machines(cluster: ClusterTable) -> None:
     if cluster.backend == "nccl" and cluster.device == "cpu":
         raise BiremeError(
             'cluster.backend is "nccl", which joins only GPUs, but cluster.device is "cpu". Use "gloo" or '
             '"auto".'
         )
-    if cluster.workers is not None:
-        than = f"cluster.workers is {cluster.workers}: every device of the plan is a process."
-        remedy = "Set cluster.workers to {needed}, or plan for fewer devices."
-        plan.refuse_more_devices(cluster.workers, than, remedy)
 
 
 def _check_balance(balance: Balancing, plan: Planning) -> None:
