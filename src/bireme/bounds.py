@@ -75,7 +75,9 @@ def _decimals(size: float, unit: str) -> int:
 
 
 def seconds_text(seconds: float) -> str:
-    """Such as `240 ms` or `1.92 s`: four digits are more than anyone compares."""
+    """Such as `240 ms`, `1.92 s` or `12,630 s`: four digits are more than anyone compares."""
+    if seconds >= 1e4:
+        return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"

@@ -174,6 +174,7 @@ def test_a_machine_that_went_comes_back_to_its_phase_unless_that_needs_all(
             meeting.join(key, name, meeting.token()) for key, name in ((BLUE, "blue"), (GREEN, "green"))
         )
         meeting.gathering.turn()
+        meeting.gathering.phases.note_ready(1, PhaseForecast())
         before = blue._ask("beat", **NO_NEWS)["phases"]
         assert blue._line is not None
         blue._line.socket.close()
@@ -205,6 +206,9 @@ def test_the_status_is_that_of_who_had_the_result(meeting: Meeting) -> None:
     assert (meeting.gathering.phases.is_over, meeting.gathering.phases.status) == (True, 0)
     with pytest.raises(BiremeError, match="The run has ended"):
         meeting.join(GREEN, "green")
+    assert not meeting.gathering.is_known_to_end
+    assert one._ask("beat", **NO_NEWS)["is_over"]
+    assert meeting.gathering.is_known_to_end
 
 
 def test_mistakes_of_who_types_end_with_status_2(

@@ -14,7 +14,7 @@ STAGE = {"rank": 0, "predicted_busy_share": None, "busy_share": 0.5}
 RANK = {"rank": 0, "predicted_peak_bytes": None, "measured_peak_bytes": 4096}
 
 
-def shown(run: Path, *, is_stopped: bool = False, **values: Any) -> str:
+def shown(run: Path, *, resume: str = "", **values: Any) -> str:
     """The summary of a run of one step, on a terminal that is narrow."""
     document: dict[str, Any] = {
         "steps": 1,
@@ -34,7 +34,7 @@ def shown(run: Path, *, is_stopped: bool = False, **values: Any) -> str:
         "sample": "",
     }
     text = io.StringIO()
-    print_summary(document | values, Console(file=text, width=60), is_stopped=is_stopped)
+    print_summary(document | values, Console(file=text, width=60), resume=resume)
     return text.getvalue()
 
 
@@ -50,7 +50,8 @@ def test_paths_and_commands_are_not_broken_and_can_be_pasted(run: Path) -> None:
     lines = shown(run).splitlines()
     assert f"The model is in {run}/model." in lines
     assert f"For a page with all results: bireme report '{run}'" in lines
-    assert f"Stopped (signal). To resume: bireme resume '{run}'" in shown(run, is_stopped=True).splitlines()
+    resume = f"To resume: bireme resume '{run}'"
+    assert f"Stopped (signal). {resume}" in shown(run, resume=resume).splitlines()
 
 
 def test_a_letter_that_a_terminal_acts_on_is_not_printed(run: Path) -> None:

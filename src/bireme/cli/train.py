@@ -208,10 +208,10 @@ def run_to_end(
         with live_view():
             finished = start(prepared, folder, checkpoint, is_shown=True, restarts=restarts)
     except KeyboardInterrupt:
-        tell(f"interrupted before a new checkpoint. {_how_to_go_on(folder.path)}")
+        tell(f"interrupted before a new checkpoint. {_how_to_resume(folder.path)}")
         raise typer.Exit(INTERRUPTED_STATUS) from None
     except RunFailed as error:
-        tell(f"{error}\n{_how_to_go_on(folder.path)}")
+        tell(f"{error}\n{_how_to_resume(folder.path)}")
         raise typer.Exit(1) from None
     show_finished(finished, as_json=as_json)
     if finished.lost:
@@ -265,24 +265,31 @@ def show_prepared(prepared: "PreparedRun", folder: "RunFolder", *, as_json: bool
 
 def show_finished(finished: "FinishedRun", *, as_json: bool) -> None:
     """Show the results."""
+    resume = _how_to_resume(Path(finished.summary["run_dir"])) if finished.is_stopped else ""
     if as_json:
         print_json(finished.summary)
-        if finished.is_stopped:
-            tell(f"stopped ({finished.reason}). {_how_to_go_on(finished.summary['run_dir'])}")
+        if resume:
+            tell(f"stopped ({finished.reason}). {resume}")
     else:
         from rich.console import Console
 
         from bireme.report.train_table import print_summary
 
-        is_stopped, is_lost = finished.is_stopped, bool(finished.lost)
-        print_summary(finished.summary, Console(highlight=False), is_stopped=is_stopped, is_lost=is_lost)
+        print_summary(finished.summary, Console(highlight=False), resume=resume, is_lost=bool(finished.lost))
     if finished.lost:
         tell(finished.lost)
 
 
-def _how_to_go_on(folder: "Path | str") -> str:
+def _how_to_resume(folder: Path) -> str:
     import shlex
 
+    from bireme.machines.orders import phase_of
+
+    if phase_of(os.environ):
+        name = shlex.quote(folder.name)
+        return (
+            f"To resume: type the same bireme coordinate with --set log.name={name}, and bireme join again."
+        )
     return f"To resume: bireme resume {shlex.quote(str(folder))}"
 
 

@@ -80,6 +80,8 @@ class _Member:
     is_gone: bool = False
     has_key: bool = False
     """Whether it has the key with which others check their lines to it."""
+    knows_end: bool = False
+    """Whether it was told that the run has ended, and that it need not stay."""
 
 
 class Gathering:
@@ -280,6 +282,8 @@ class Gathering:
             called = None if self.phases.is_over else self._lines.next_of(public, with_key, now_s)
             to = None if called is None else self._members[called]
             addresses = dict.fromkeys([self._host, *(each.address for each in self._members.values())])
+            stays = told.model is not None and not self._has_closed
+            one.knows_end = self.phases.is_over and not stays
             return {
                 "error": "",
                 "is_known": True,
@@ -298,7 +302,7 @@ class Gathering:
                 "status": self.phases.status,
                 "addresses": [*addresses],
                 "handover": self._handover_to(public, told.handover),
-                "stays": told.model is not None and not self._has_closed,
+                "stays": stays,
                 "lines": {
                     "key": self._line_key,
                     "call": to and [to.name, to.address, to.offer.line_port, to.public],
@@ -405,6 +409,12 @@ class Gathering:
     def end(self) -> None:
         """From now on every machine is told that the run has ended, and none waits for this one."""
         self.phases.is_over = self._has_closed = True
+
+    @property
+    def is_known_to_end(self) -> bool:
+        """Whether all machines that are there have been told so."""
+        with self._lock:
+            return all(one.is_gone or one.knows_end for one in self._members.values())
 
     def _orders_of(self, phase: RunPhase) -> dict[str, MachineOrders]:
         """The orders of each machine in a new phase. The first one serves its store."""

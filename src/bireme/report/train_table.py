@@ -125,9 +125,11 @@ def _about_delay(first_delayed_step: int) -> str:
 
 
 def print_summary(
-    document: dict[str, Any], console: Console, *, is_stopped: bool, is_lost: bool = False
+    document: dict[str, Any], console: Console, *, resume: str = "", is_lost: bool = False
 ) -> None:
-    """Print the results of a run; of one whose result `is_lost`, nothing about a model."""
+    """Print the results of a run. If it was stopped, `resume` tells how to go on; if its result `is_lost`,
+    nothing is printed about a model.
+    """
     say, tell = console.print, partial(_tell, console)
     steps, folder = document["steps"], document["run_dir"]
     table = Table("", "predicted", "measured", "than predicted", box=None, header_style="dim")
@@ -174,8 +176,8 @@ def print_summary(
         tell(Recovery(**recovery).text)
     for warning in document["warnings"][-_MOST_WARNINGS:]:
         tell(f"Warning: {warning}")
-    if is_stopped:
-        tell(f"Stopped ({document['reason']}). To resume: bireme resume {shlex.quote(folder)}")
+    if resume:
+        tell(f"Stopped ({document['reason']}). {resume}")
     elif not is_lost:
         tell(_about_model(folder, steps, document.get("checkpoint")))
     tell(f"For a page with all results: bireme report {shlex.quote(folder)}")

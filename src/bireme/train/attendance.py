@@ -175,6 +175,8 @@ class Attendance(Interruptible):
         self.answer: Callable[..., object] | None = None
         """Answers questions of the work, if this machine coordinates it."""
         self._phases: dict[int, JoinedProcesses] = {}
+        self._closing = list[threading.Thread]()
+        """End the processes of phases that are over here."""
         self._num_kills = 0
         self._server: FolderServer | None = None
         self._handover = ""
@@ -249,6 +251,8 @@ class Attendance(Interruptible):
             self._reserved.close()
             for one in self._phases.values():
                 one.close()
+            for closing in self._closing:
+                closing.join()
             if self._keeper is not None:
                 self._keeper.close()
             for server in (self._server, self._answering):
@@ -342,7 +346,10 @@ class Attendance(Interruptible):
             processes = self._phases.pop(number)
             if not processes.goes and not answer["is_over"]:
                 self._tell(f"Phase {number} was prepared and is not used.")
-            processes.close()
+            # They may still import: the coordinator is to hear of this machine meanwhile.
+            closing = threading.Thread(target=processes.close, name="bireme closing")
+            closing.start()
+            self._closing.append(closing)
         for orders, one in found.items():
             if orders.phase not in self._phases:
                 self._start(orders)

@@ -38,8 +38,8 @@ from bireme.train.run_machines import fetch_folder
 
 _TOKEN_S = 24 * 3600.0
 _LOOK_S, _PARTING_S = 0.1, 3.0
-_LAST_ANSWERS_S = 1.2
-"""Machines ask once a second, and are answered for this long that the run has ended."""
+_LAST_ANSWERS_S = 5.0
+"""Machines ask once a second, and are answered for at most this long that the run has ended."""
 
 
 class Coordination(Interruptible):
@@ -138,7 +138,10 @@ class Coordination(Interruptible):
                 for _ in range(2 if is_urgent else 0):
                     attendance.interrupt(is_urgent=True)
                 taking_part.join(_PARTING_S)
-            time.sleep(0.0 if is_urgent else _LAST_ANSWERS_S)
+            ends_s = time.monotonic() + (0.0 if is_urgent else _LAST_ANSWERS_S)
+            while time.monotonic() < ends_s and not gathering.is_known_to_end:
+                time.sleep(_LOOK_S)
+            time.sleep(0.0 if is_urgent else _LOOK_S)  # the last answer is on its way
         if gathering.phases.is_over and self._is_taken_over:
             forget_handover(self._run_name)
         return INTERRUPTED if is_urgent or not gathering.phases.has_begun else gathering.phases.status

@@ -289,7 +289,7 @@ def train_on_host(
         )
         raise SystemExit(1)
     if not outcomes or not first_of(outcomes).leads:
-        ended = "The run has ended. A replica on another host led it; its launcher shows what came of it."
+        ended = "The run has ended. A replica on another host led it; its launcher shows the result."
         tell(host.how_it_ended() or ended)
         return None
     note_end(orders, first_of(outcomes))
