@@ -24,10 +24,14 @@ from tests.support.hand_plans import tiny_profile
 from tests.support.tiny_profiles import gpt
 
 SLOW, LATENCY_S = 1.25e6, 0.02
-GRADIENTS = sum(unit.gradient_bytes for unit in tiny_profile().units)
 QUORUM = SiteRounds(in_parts=True)
 HOP_S = 2 * LATENCY_S
 """Through the cards of both servers."""
+
+
+def gradients() -> float:
+    """Bytes of a batch's gradients."""
+    return sum(unit.gradient_bytes for unit in tiny_profile().units)
 
 
 def cluster(bytes_per_s: float = SLOW, latency_s: float = 0.0, kind: Any = "cuda") -> Cluster:
@@ -59,10 +63,10 @@ def test_a_link_between_sites_carries_a_part_of_the_gradients_of_each_replica_in
     free = forecast(QUORUM, on=cluster(1e15), shard="optimizer")
     found = forecast(QUORUM, shard="optimizer")
     # Two replicas of a site send half of the gradients each, at the same time.
-    assert found.batch_s - free.batch_s == pytest.approx(GRADIENTS / SLOW, rel=1e-3)
-    within, between = GRADIENTS / 2, GRADIENTS / 2
+    assert found.batch_s - free.batch_s == pytest.approx(gradients() / SLOW, rel=1e-3)
+    within, between = gradients() / 2, gradients() / 2
     assert found.tiers[1].predicted_bytes_moved == pytest.approx(within + between)
-    assert forecast(None, shard="optimizer").batch_s - free.batch_s > 1.4 * GRADIENTS / SLOW
+    assert forecast(None, shard="optimizer").batch_s - free.batch_s > 1.4 * gradients() / SLOW
 
 
 def test_the_way_to_the_coordinator_and_around_the_members_is_part_of_a_batch() -> None:
@@ -104,7 +108,7 @@ def test_averages_between_sites_take_time_when_they_are_due(
     rounds = SiteRounds(averages=True, every=every, fragments=fragments, lag=1, in_parts=True)
     free = forecast(rounds, on=cluster(1e15), schedule=schedule)
     own_s = free.batch_s
-    slow = GRADIENTS / fragments / (10 * own_s)  # a round takes ten batches
+    slow = gradients() / fragments / (10 * own_s)  # a round takes ten batches
     found = forecast(rounds, on=cluster(slow), schedule=schedule)
     waits_s = fragments / every * (10 - hidden) * own_s
     assert found.batch_s == pytest.approx(max(own_s + waits_s, 10 * fragments / every * own_s), rel=1e-3)
@@ -127,10 +131,10 @@ def test_the_codec_of_rounds_takes_its_seconds_for_the_part_that_a_rank_has() ->
         forecast(QUORUM, shard="optimizer", sums=sums, rates=(one,))
         for one in (rate, replace(rate, encode_s=0.0, decode_s=0.0))
     )
-    entries = GRADIENTS / 4 / 2
+    entries = gradients() / 4 / 2
     assert slow.batch_s - quick.batch_s == pytest.approx(entries * (encode_s + 2 * decode_s), rel=1e-3)
     # Within a site gradients are sent as they are.
-    assert slow.tiers[1].predicted_bytes_moved == pytest.approx(GRADIENTS / 2 * (1 + sums.message_share))
+    assert slow.tiers[1].predicted_bytes_moved == pytest.approx(gradients() / 2 * (1 + sums.message_share))
 
 
 @pytest.mark.parametrize(("kind", "num_copies"), [("cpu", 1), ("cuda", 0)])
@@ -140,7 +144,7 @@ def test_a_rank_of_a_site_keeps_the_sums_of_its_part_alone(kind: Any, num_copies
         for share in (QUORUM.kept_share, 0.0)
     )
     more_bytes = kept.stages[0].peak_bytes - none.stages[0].peak_bytes
-    assert more_bytes == pytest.approx(num_copies * GRADIENTS, abs=2.0)
+    assert more_bytes == pytest.approx(num_copies * gradients(), abs=2.0)
 
 
 def test_a_run_says_what_its_sites_send_each_other() -> None:

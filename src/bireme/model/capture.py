@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from bireme.errors import BiremeError
 from bireme.model.convert import converted, tensors_within
 from bireme.model.graph import Graph
-from bireme.model.torch_private import EXPORT, as_in_capture, calls_without_numbers
+from bireme.model.torch_private import as_in_capture, calls_without_numbers, in_export
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """What the module is called with: by name, or by position."""
@@ -49,7 +49,7 @@ def capture(
     names: list[str] = []
     whole = Whole(model, loss, names)
     inputs = _on_device_of(model, example_inputs)
-    with EXPORT:
+    with in_export():
         was_training = model.training
         model.train(training)
         try:
