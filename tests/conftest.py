@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.extent import IS_FEW, PART, TRY_ALL, part_of, several
 from tests.support.kept import KEPT_GRAPHS, kept_graphs
-from tests.support.workers import LARGE, Template, imported_by
+from tests.support.workers import LARGE, Template
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_EXAMPLES, ALL_EXAMPLES = part_of(15), 100
@@ -62,12 +62,12 @@ TEMPLATE = pytest.StashKey[Template]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist inherit what is set here by the process that starts them."""
+    """Workers of pytest-xdist and their template inherit what is set by the process that starts them."""
     gc.disable()
     # What Python and pytest have compiled is kept beside its source: compiling it takes half of a collection.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    if not hasattr(config, "workerinput"):
+    if "BIREME_TESTS_FOLDER" not in os.environ:
         config.stash[FOLDER] = tempfile.mkdtemp(prefix="bireme-tests-")
         os.environ["BIREME_TESTS_FOLDER"] = config.stash[FOLDER]
         os.environ["BIREME_CACHE"] = str(Path(config.stash[FOLDER], "cache"))
@@ -88,12 +88,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     """Workers are copies of one process that has imported what tests import."""
     if sys.platform != "linux":
         return
-    asked = [Path(word.partition("::")[0]) for word in config.args]
-    files = [file for path in asked for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    asked = [word.partition("::")[0] for word in config.args]
     is_fast = config.option.markexpr == FAST
-    modules = imported_by(file for file in files if not (is_fast and _is_slow(file)))
     template = config.stash[TEMPLATE] = Template(
-        Path(config.stash[FOLDER]), modules if is_fast else {*modules, *LARGE}
+        Path(config.stash[FOLDER]), () if is_fast else LARGE, ["-m", config.option.markexpr, *asked]
     )
     for spec in specs:
         spec.python = template.client

@@ -1,8 +1,8 @@
 """Workers of the suite as copies of one process, the template, which has imported what they need.
 
-Otherwise each worker of pytest-xdist imports torch and all that tests import, and so does the fork server of
-each worker. That server is a copy of the worker at its very beginning here: what the template has imported is
-there for the processes of tests too.
+Otherwise each worker of pytest-xdist imports torch and all tests, whose assertions pytest rewrites, and so
+does the fork server of each worker. That server is a copy of the worker at its very beginning here: what the
+template has imported is there for the processes of tests too.
 
 pytest-xdist starts `worker_client.py` in place of Python. It asks the template for a worker that has the
 client's input and output, and lives as long as that worker.
@@ -11,16 +11,18 @@ client's input and output, and lives as long as that worker.
 import importlib
 import os
 import pkgutil
-import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+
+import pytest
+from hypothesis import given, settings, strategies
 
 import bireme
 from bireme.runtime.board import die_with_parent
@@ -28,16 +30,14 @@ from bireme.runtime.fork_server import kept_for_good
 from bireme.runtime.processes import serve_from_here
 from bireme.train import captured_run
 
-__all__ = ["LARGE", "Template", "be_template", "imported_by"]
+__all__ = ["LARGE", "Template", "be_template"]
 
 CLIENT = Path(__file__).with_name("worker_client.py")
-IMPORT = re.compile(r"^(?:from|import) (?!tests\.\w+\.test_)([\w.]+)", re.MULTILINE)
-"""But for modules of tests, which pytest imports in its own way."""
 CODE = """\
 import sys
 sys.path[:] = {path!r}
 from tests.support.workers import be_template
-be_template({file}, {owner}, {names!r})
+be_template({file}, {owner}, {modules!r}, {words!r})
 exec(eval(sys.stdin.readline()))
 """
 """The last line is all that pytest-xdist asks of a Python."""
@@ -60,17 +60,18 @@ NUMBER_BYTES = 8
 
 
 class Template:
-    """The process that workers are copies of, for the one that starts them; it ends with that one."""
+    """The process that workers are copies of, for the one that starts them; it ends with that one.
 
-    def __init__(self, folder: Path, modules: Iterable[str]) -> None:
+    It imports these modules, and the tests that pytest finds by these words.
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str], words: Sequence[str]) -> None:
         self._address = folder / "template"
-        names = folder / "imported"
-        names.write_text("\n".join(sorted(modules)), encoding="utf-8")
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(self._address))
             listening.listen()
             file = listening.fileno()
-            code = CODE.format(path=sys.path, file=file, owner=os.getpid(), names=str(names))
+            code = CODE.format(path=sys.path, file=file, owner=os.getpid(), modules=modules, words=words)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -89,21 +90,17 @@ class Template:
         self._process.wait()
 
 
-def imported_by(paths: Iterable[Path]) -> set[str]:
-    """The modules that these files import at their top."""
-    return {name for path in paths for name in IMPORT.findall(path.read_text(encoding="utf-8"))}
-
-
-def be_template(file: int, owner_pid: int, names: str) -> None:
-    """Import all of the package and the modules that a file names, and wait for clients at the open file of
-    that number. It returns in each worker.
+def be_template(file: int, owner_pid: int, modules: Sequence[str], words: Sequence[str]) -> None:
+    """Import all of the package, these modules and the tests that these words name, and wait for clients at
+    the open file of that number. It returns in each worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers to act on
     die_with_parent(owner_pid)
     with kept_for_good():
-        for name in (*_own(), *FIRST, *Path(names).read_text(encoding="utf-8").split()):
+        for name in (*_own(), *FIRST, *modules):
             with suppress(ImportError):  # a test that cannot do without it says so
                 importlib.import_module(name)
+        _import_tests(words)
     # No machine is quiet while it runs the suite: what the engine takes is measured once all the same.
     vars(captured_run)["waited_s"] = lambda: 0.0
     signal.signal(signal.SIGCHLD, _reap)
@@ -116,6 +113,28 @@ def be_template(file: int, owner_pid: int, names: str) -> None:
                 listening.close()
                 _be_worker(client)
                 return
+
+
+class _NoItems:
+    """Has pytest import the files of tests, and make nothing of their functions."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
+        return []
+
+
+def _import_tests(words: Sequence[str]) -> None:
+    path = [*sys.path]
+    without = [word for name in ("xdist", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
+    pytest.main(["--collect-only", "--capture=no", *without, *words], [_NoItems()])
+    sys.path[:] = path
+    _draw()
+
+
+@settings(max_examples=1, database=None)
+@given(strategies.text())
+def _draw(_: str) -> None:
+    """Have hypothesis gather the constants of all code at its first case, once for all workers."""
 
 
 def _own() -> Iterator[str]:
