@@ -228,8 +228,8 @@ def test_the_command_finds_the_benchmark_of_this_checkout(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_program("engine", ["--help"]) == 0
-    assert "--hosts" in capfd.readouterr().out
+    assert run_program("simulator", ["--help"]) == 0
+    assert "simulator.py" in capfd.readouterr().out
 
 
 def test_an_installation_without_the_source_says_in_one_sentence_where_the_benchmarks_are(

@@ -3,13 +3,12 @@
 import ctypes
 import json
 import os
+import re
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,10 @@ from bireme.wire.connection import VERSION
 from bireme.wire.encryption import ALWAYS, VARIABLE
 from bireme.wire.listener import open_port
 from tests.support.command import bireme
+from tests.support.copies import Copy
 from tests.support.hosts import CARD, Host, hosts, run, set_cable
 from tests.support.patience import patience_s
-from tests.support.torchrun_runs import ROOT
+from tests.support.ranks import until
 
 TOKEN = "the token"
 OWN = MachineFacts.own(__version__)
@@ -233,15 +233,10 @@ def test_a_port_that_is_taken_is_named() -> None:
 # Real processes on hosts with networks of their own.
 
 
-def started(host: Host, *words: str, home: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*host.prefix, sys.executable, "-m", "bireme", "doctor", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, HOME: str(home), "PYTHONUNBUFFERED": "1"},
-    )
+def started(host: Host, folder: Path, *words: str) -> Copy:
+    """A machine with a home of its own."""
+    variables = {HOME: str(folder / host.name)}
+    return Copy(["-m", "bireme", "doctor", *words], folder, variables=variables, first=host.begin)
 
 
 @pytest.mark.slow
@@ -250,15 +245,16 @@ def test_two_hosts_check_their_line_before_any_run(tmp_path: Path) -> None:
     """All is well; then large packets get lost; then a cable is pulled out."""
     with hosts(2) as machines:
         first, second = machines
-        listening = started(first, "--listen", f"{first.address}:0", home=tmp_path / "first")
-        try:
-            assert listening.stdout is not None
-            words = listening.stdout.readline().split("bireme doctor ")[1].split()
+        listening = started(first, tmp_path, "--listen", f"{first.address}:0")
+        with closing(listening):
+            until(lambda: "bireme doctor " in listening.out.read_text())
+            (words,) = re.findall(r"bireme doctor (.+)", listening.out.read_text())
 
             def checked() -> tuple[int, list[dict[str, str]]]:
-                process = started(second, *words, "--json", home=tmp_path / "second")
-                out, _ = process.communicate(timeout=patience_s())
-                return process.returncode, json.loads(out)["findings"]
+                with closing(started(second, tmp_path, *words.split(), "--json")) as process:
+                    out, _ = process.communicate(patience_s())
+                    assert process.returncode is not None
+                    return process.returncode, json.loads(out)["findings"]
 
             status, found = checked()
             assert status == 0, found
@@ -277,7 +273,4 @@ def test_two_hosts_check_their_line_before_any_run(tmp_path: Path) -> None:
             status, found = checked()
             assert (status, found[-1]["check"]) == (1, "port")
             assert "does not answer" in found[-1]["text"] or "no way leads" in found[-1]["text"]
-        finally:
-            listening.kill()
-            out, _ = listening.communicate()
-        assert ": ok    latency" in out
+            assert ": ok    latency" in listening.out.read_text()

@@ -2,9 +2,8 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bireme.model.dcp_weights import DcpWeights, write_dcp_weights
 from bireme.model.weights import METADATA, check_weights, load_weights, weight_files
 from tests.model.test_weights import graph_of
 from tests.support.patience import patience_s
+from tests.support.ranks import start_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -87,13 +87,11 @@ os._exit(0)  # threads of gloo may end the process while it leaves
 """
     folder = tmp_path / "dcp"
     words = [str(folder), str(tmp_path / "meeting")]
-    both = [subprocess.Popen([sys.executable, "-c", script, str(rank), *words]) for rank in range(2)]
-    try:
-        assert [one.wait(patience_s()) for one in both] == [0, 0]
-    finally:
+    with ExitStack() as ending:
+        both = [start_script(script, tmp_path, str(rank), *words) for rank in range(2)]
         for one in both:
-            one.kill()
-            one.wait()
+            ending.callback(one.close)
+        assert [one.wait(patience_s()) for one in both] == [0, 0]
     found = DcpWeights(folder / METADATA)
     assert len(found.files) == 2
     assert torch.equal(found.read("weight"), torch.arange(15.0).reshape(5, 3))

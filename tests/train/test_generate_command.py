@@ -226,20 +226,20 @@ def test_the_likeliest_tokens_are_drawn_that_have_the_probability_together() -> 
 
 @torch.no_grad()
 def test_an_adapter_on_four_bits_scores_as_the_captured_model(tmp_path: Path) -> None:
-    folder = save_tokenizer(save_llama(tmp_path / "llama", num_hidden_layers=4))
+    folder = save_tokenizer(save_llama(tmp_path / "llama", num_hidden_layers=3))
     sets = ("model.lora.rank=4", "model.lora.use_dora=true", "model.frozen_dtype=nf4", "data.length=8")
     subject = subject_of(str(folder), sets, lambda _text: None)
     model = RunModel.of(subject.run, 1)
-    name = f"evaluation of a Llama of 4 layers with {sets}"
+    name = f"evaluation of a Llama of 3 layers with {sets}"
     graph = captured_once(name, lambda: model.evaluation.graph(1), is_kept=True)
     decoder = decoder_of(model.source.model)
     assert decoder is not None
     states = state_graph(model.source.model, graph)
     assert any(state.packed for state in states.parameters)
     starts = [unit.index for unit in units_of(graph) if unit.name.endswith("self_attn")]
-    cuts = [starts[1], starts[2] + 1, starts[3]]  # the second lies within a layer
-    assert [decoder.cuts(graph, (cut,)) for cut in cuts] == [(1,), (3,), (3,)]
-    assert decoder.cuts(graph, (1, len(units_of(graph)) - 1)) == (1, 3)
+    cuts = [starts[1], starts[1] + 1, starts[2]]  # the second lies within a layer
+    assert [decoder.cuts(graph, (cut,)) for cut in cuts] == [(1,), (2,), (2,)]
+    assert decoder.cuts(graph, (1, len(units_of(graph)) - 1)) == (1, 2)
     weights, cpu, ids = model.weights(graph), torch.device("cpu"), [7, 3, 9, 1, 2, 8, 4, 6]
     wanted = (
         DividedModel("model", graph, None, 8).part(weights, cpu, [PartPlace(1e9)]).run(ids, 8, {})[SCORES]

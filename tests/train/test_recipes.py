@@ -4,10 +4,10 @@ import os
 import pty
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from bireme.cli.init import PURPOSES
 from bireme.train.run_file import load_run_file
 from bireme.train.run_file.recipes import RECIPES
 from tests.support.command import bireme, with_sets
+from tests.support.copies import Copy
 from tests.support.extent import TRY_ALL
 from tests.support.patience import patience_s
 from tests.support.tiny_project import make_project
@@ -144,26 +145,30 @@ def test_json_says_what_to_run_for_machines(here: Path, capsys: Capture) -> None
 def in_terminal(folder: Path, answer: Callable[[str], str]) -> tuple[int, str]:
     """`bireme init` at a terminal; `answer` gets each question and what was printed before."""
     own, other = pty.openpty()
-    command = [sys.executable, "-m", "bireme", "init"]
-    process = subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, cwd=folder, start_new_session=True
-    )
-    os.close(other)
-    said = ""
+    process = Copy(["-m", "bireme", "init"], folder, first=partial(_at_terminal, os.ttyname(other)))
     try:
+        said = os.read(own, 4096).decode()
+        os.close(other)  # the process has opened it
         while True:
+            if said.endswith(": "):
+                os.write(own, f"{answer(said)}\n".encode())
+                said += "\n"
             try:
                 said += os.read(own, 4096).decode()
             except OSError:  # how Linux says that the other end is closed
                 break
-            if said.endswith(": "):
-                os.write(own, f"{answer(said)}\n".encode())
-                said += "\n"
         return process.wait(patience_s()), said
     finally:
-        process.kill()
-        process.wait()
+        process.close()
         os.close(own)
+
+
+def _at_terminal(name: str) -> None:
+    terminal = os.open(name, os.O_RDWR)
+    for number in range(3):
+        os.dup2(terminal, number)
+    os.close(terminal)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
 
 
 @pytest.mark.slow
