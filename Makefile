@@ -48,8 +48,10 @@ PYTEST := $(BIN)/python -m pytest --dist worksteal
 CORES := $$(getconf _NPROCESSORS_ONLN)
 MORE := $$(( $(CORES) + 1 ))
 
-test: $(COMPILED)
-	$(PYTEST) -n $(MORE)
+# Loops compile beside the template of the workers, which takes one core as long before the first test begins.
+test: setup
+	@$(MAKE_COMMAND) --no-print-directory $(COMPILED) & \
+		$(PYTEST) -n $(MORE); status=$$?; wait; exit $$status
 
 test-fast: setup
 	BIREME_TESTS=few $(PYTEST) -n $(CORES) -m "not slow"
