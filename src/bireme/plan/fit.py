@@ -262,15 +262,9 @@ class _Planner:
             return row
         if isinstance(found, NothingFits):
             return row
-        is_stopped = perf_counter() - begin_s > within_s
-        best = found.best
-        return replace(
-            row,
-            candidate=best,
-            tokens_per_s=self._range(best),
-            host_bytes=self._host_bytes(best),
-            is_stopped=is_stopped,
-        )
+        best, is_stopped = found.best, perf_counter() - begin_s > within_s
+        rate, host_bytes = self._range(best), self._host_bytes(best)
+        return replace(row, candidate=best, tokens_per_s=rate, host_bytes=host_bytes, is_stopped=is_stopped)
 
     def least_cost(self) -> float:
         """A bound on the cost of all plans: the work, divided as if there were no units."""
@@ -340,12 +334,7 @@ class _Planner:
         return replace(found, gain=found.gain * question.length / self.question.length)
 
     def _help(
-        self,
-        words: str,
-        cluster: Cluster,
-        request: PlanRequest,
-        best: Candidate | None,
-        schedule: str | None,
+        self, words: str, cluster: Cluster, request: PlanRequest, best: Candidate | None, schedule: str | None
     ) -> FitHelp | None:
         try:
             found = self._best(cluster, request, schedule)
@@ -362,17 +351,15 @@ class _Planner:
     ) -> Answer | NothingFits:
         """The best plan under a schedule, or under any of those that are tried."""
         tried = SCHEDULES_TRIED if cluster.num_devices > 1 else ("sequential",)
-        names = tried if schedule is None else (schedule,)
-        found: list[Answer | NothingFits] = []
-        for name in names:
+        found: list[Answer] = []
+        for name in tried if schedule is None else (schedule,):
             asked = replace(request, schedule=name)
-            found.append(
-                find_plan(self.profile, cluster, asked, is_brief=True, advises=False, compares=False)
-            )
-            if isinstance(found[-1], NothingFits):
-                break  # no schedule takes less memory than 1f1b
-        fitting = [one for one in found if isinstance(one, Answer)]
-        return min(fitting, key=lambda one: one.best.forecast.cost_s_per_sample, default=found[0])
+            one = find_plan(self.profile, cluster, asked, is_brief=True, advises=False, compares=False)
+            if isinstance(one, Answer):
+                found.append(one)
+            elif not found:
+                return one  # no schedule takes less memory than 1f1b
+        return min(found, key=lambda one: one.best.forecast.cost_s_per_sample)
 
     def _range(self, best: Candidate) -> Range:
         request = self._offloading(0.0) if best.plan.paging else self.request

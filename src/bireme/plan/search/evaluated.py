@@ -12,14 +12,7 @@ from bireme.plan.forecast import Answer, Candidate, Forecast, MemoryWay, Nothing
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.draft import Draft, draft_of
 from bireme.plan.search.evaluator import PlanEvaluator
-from bireme.plan.search.paged_walk import (
-    AS_GOOD,
-    BRIEF_SEEDS,
-    MOST_SEEDS,
-    PagedWalk,
-    Search,
-    with_room,
-)
+from bireme.plan.search.paged_walk import AS_GOOD, BRIEF_SEEDS, MOST_SEEDS, PagedWalk, Search, with_room
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import Outline
 from bireme.profile.profile import Profile

@@ -19,13 +19,7 @@ from operator import itemgetter
 from bireme.cluster.device import Speeds
 from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
-from bireme.plan.search.contention import (
-    ReplicaNetworks,
-    busiest_lane,
-    cores_needed,
-    processors_of,
-    rings_s,
-)
+from bireme.plan.search.contention import ReplicaNetworks, busiest_lane, cores_needed, processors_of, rings_s
 from bireme.plan.search.draft import Draft, LowerBound, without_collection
 from bireme.plan.search.draft_paging import (
     TiedGradients,

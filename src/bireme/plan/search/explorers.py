@@ -178,8 +178,7 @@ class _Estimator:
         outside = [d for d in problem.devices if problem.servers[d] != problem.servers[first]]
         fast = problem.cluster.bandwidth(first, inside[0]) if inside else float("inf")
         slow = min(
-            (problem.cluster.bandwidth(first, d) for d in outside[:: max(1, len(outside) // 8)]),
-            default=fast,
+            (problem.cluster.bandwidth(first, d) for d in outside[:: max(1, len(outside) // 8)]), default=fast
         )
         return (fast if inside else slow), slow
 
