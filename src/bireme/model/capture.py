@@ -7,6 +7,7 @@ arguments, under the module's own names.
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -88,7 +89,9 @@ class Whole(torch.nn.Module):
 
     def forward(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the module, and then the loss."""
-        extra = _switched_off(self.model)
+        # A generation cache is made in every forward, and used by none of training.
+        accepted = inspect.signature(self.model.forward).parameters
+        extra = {"use_cache": False} if "use_cache" in accepted else {}
         with calls_without_numbers():
             if isinstance(inputs, dict):
                 taken = inputs if self.loss is None else _taken(self.model, inputs)
@@ -100,12 +103,6 @@ class Whole(torch.nn.Module):
             named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
         self.note(named)
         return tuple(named.values())
-
-
-def _switched_off(model: torch.nn.Module) -> dict[str, bool]:
-    """Keep a generation cache out of the graph: it is made in every forward and used by none of training."""
-    parameters = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in parameters else {}
 
 
 def _taken(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,18 +209,10 @@ def _exported(whole: Whole, inputs: Any) -> _Exported:
             exported = torch.export.export(whole, (several,), dynamic_shapes=(shapes,), strict=False)
         except Exception:  # torch raises dozens of kinds here; what matters is whether a fixed shape works
             return _Exported(_exported_for_one_shape(whole, inputs), batch_size(inputs), any_batch=False)
-    if not any(_is_symbolic(node) for node in exported.graph.nodes):
+    given = (node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder")
+    if all(isinstance(n, int) for one in given if isinstance(one, Tensor) for n in one.shape):
         return _Exported(_exported_for_one_shape(whole, inputs), batch_size(inputs), any_batch=False)
     return _Exported(exported, batch_size(several), any_batch=True)
-
-
-def _is_symbolic(node: torch.fx.Node) -> bool:
-    value = node.meta.get("val")
-    return (
-        node.op == "placeholder"
-        and isinstance(value, torch.Tensor)
-        and any(not isinstance(n, int) for n in value.shape)
-    )
 
 
 def _exported_for_one_shape(whole: Whole, inputs: Any) -> ExportedProgram:
@@ -253,7 +242,10 @@ def _why_not(error: Exception, model: torch.nn.Module) -> str:
 
 def _line_of_model(error: Exception, model: torch.nn.Module) -> str:
     """The innermost line of the traceback that belongs to one of the model's own modules."""
-    own = {inspect.getsourcefile(type(module)) for module in model.modules() if _has_source(module)}
+    modules = {type(module).__module__ for module in model.modules()}
+    own = {
+        getattr(sys.modules.get(name), "__file__", "") for name in modules if not name.startswith("torch.")
+    }
     found = ""
     trace = error.__traceback__
     while trace is not None:
@@ -262,15 +254,6 @@ def _line_of_model(error: Exception, model: torch.nn.Module) -> str:
             found = f" because of {code.co_filename}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return found
-
-
-def _has_source(module: torch.nn.Module) -> bool:
-    if type(module).__module__.startswith("torch."):
-        return False
-    try:
-        return inspect.getsourcefile(type(module)) is not None
-    except TypeError:
-        return False
 
 
 # Captures of one model at several batch sizes: one graph where it holds for any, else one for each size.

@@ -167,10 +167,7 @@ class Outlines:
                 if depth == 1 and request.schedule == "auto" and name not in alone:
                     continue  # where there is no pipeline schedules with one rule are all the same
                 if name == "1f1b-sliced" and any(size % 2 for size in sizes):
-                    self.refusal = (
-                        "1f1b-sliced cuts micro-batches in halves, so that each needs an even number of "
-                        "samples. Use another batch size or number of micro-batches."
-                    )
+                    self.refusal = "1f1b-sliced halves each micro-batch. Make its samples an even number."
                     continue
                 is_early = problem.updates_early(name, depth, sizes)
                 is_shared = request.num_sharers(len(sizes)) > 1 and not request.shares_weights
