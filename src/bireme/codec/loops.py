@@ -19,9 +19,8 @@ from bireme.compiled import compiled, compiled_fused
 
 # Loops over the largest entries of rows, and over the entries of masks, that numba compiles.
 #
-# `selection.py` says what they promise. A row stays in the innermost cache while all is done with it. Its
-# threshold is found by counting: to count how many entries are at least so large takes an instruction or two
-# for many of them, so that a handful of good guesses costs less than to sort out the largest.
+# `topk.py` has the same as operations of torch. A row stays in the innermost cache. Its threshold is found by
+# counting: a handful of good guesses costs less than to sort out the largest.
 #
 # Kinds of integers are written out where the compiler would not see that narrow or unsigned ones do, and
 # loops begin at 0: it then takes many entries at a time, and asks of no place whether it counts from the end.
@@ -206,7 +205,7 @@ def _end_of_equal(sizes: Integers, least: Any, wanted: int) -> int:
     return place
 
 
-# Sparse places as loops that numba compiles; `places.py` has the same as operations of torch and numpy.
+# Sparse places as loops that numba compiles; `topk.py` has the same as operations of torch and numpy.
 
 MOST_LOW_BITS = 8
 """Of a place, which are kept in a byte here."""
@@ -477,7 +476,7 @@ def _round_by_chance(
 
 @compiled
 def _move(codes: Bytes, bits: int, first: int, packed: Bytes, packs: bool) -> None:
-    """Write codes where `packing.pack_codes` does, or read them there: those of a message from the place
+    """Write codes where `codec.pack_codes` does, or read them there: those of a message from the place
     `first` on.
     """
     eighth = packed.size // bits

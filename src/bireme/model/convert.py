@@ -369,7 +369,7 @@ def _length(n: Any) -> Length:
 
 @lru_cache(maxsize=1024)
 def _in_batch_sizes(expression: Any) -> str:
-    import sympy  # takes 30 MiB in each process, and few capture
+    import sympy  # 30 MiB, in processes that neither capture nor step too if it were above
 
     b = sympy.Symbol("b", integer=True, positive=True)
     return str(expression.subs(dict.fromkeys(expression.free_symbols, b)))

@@ -239,7 +239,7 @@ def _given(
 ) -> tuple[Given, ...]:
     """Gradients as those know them who cut and bundle them."""
     return tuple(
-        Given(name, view.numel(), (view.dtype, name in kept, RESIDUAL in kept.get(name, ())))
+        Given(name, view.numel(), view.dtype, name in kept, RESIDUAL in kept.get(name, ()))
         for name, view in ((name, views[name]) for name in names)
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -71,66 +72,49 @@ MOST_BUNDLED = 2**16
 """Values: to code many small tensors one by one takes longer than to code their values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A gradient that is summed: its name, its elements, and what those have in common that go together."""
+class Given(NamedTuple):
+    """A gradient that is summed: its name, its elements, its type, whether it is coded, and whether what is
+    not sent of it is kept.
+    """
 
     name: str
     size: int
-    kind: tuple[torch.dtype, bool, bool]
-    """The type, whether it is coded, and whether what is not sent of it is kept."""
+    dtype: torch.dtype
+    is_coded: bool
+    is_kept: bool
 
 
 _Cuts = tuple[tuple[tuple[int, int], ...], ...]
 """By gradient, the first element of each owner's piece and the one after its last."""
 
+_Place = tuple[str, slice | None, int]
+"""A piece of a gradient: its name, the elements, None for all of them, and how many these are."""
 
-@dataclass(frozen=True, slots=True)
-class _Lot:
-    """Pieces that are coded as one: gradients by name, the elements of each, None for all of them, and the
-    `lengths` of a bundle.
+
+@lru_cache(maxsize=64)  # the same in every batch
+def _places_of(
+    given: tuple[Given, ...], cuts: _Cuts, apart: frozenset[str], most: int
+) -> list[list[list[_Place]]]:
+    """What is coded as one, by owner. Small pieces that are alike are bundled, at most that many values, but
+    for those that are `apart`.
     """
-
-    names: tuple[str, ...]
-    places: tuple[slice | None, ...]
-    lengths: tuple[int, ...]
-
-
-_NUM_LAYOUTS = 64
-"""Layouts that are kept, for they are the same in every batch."""
-
-
-@lru_cache(maxsize=_NUM_LAYOUTS)
-def _lots_of(given: tuple[Given, ...], cuts: _Cuts, apart: frozenset[str], most: int) -> list[list[_Lot]]:
-    """The pieces of some gradients, by owner. Small ones of one kind are bundled, at most that many values,
-    but for those that are `apart`.
-    """
-    found = []
-    for owner in range(len(cuts[0]) if cuts else 0):
-        lots: list[_Lot] = []
-        small: dict[object, list[tuple[str, slice | None, int]]] = {}
+    found: list[list[list[_Place]]] = [[] for _ in (cuts[0] if cuts else ())]
+    for owner, together in enumerate(found):
+        small: dict[object, list[_Place]] = {}
         sizes: Counter[object] = Counter()
-        for one, places in zip(given, cuts, strict=True):
-            begin, end = places[owner]
-            size = end - begin
-            if not size:
-                continue
+        for one, (begin, end) in zip(given, (places[owner] for places in cuts), strict=True):
+            size, kind = end - begin, one[2:]
             piece = one.name, None if size == one.size else slice(begin, end), size
-            if one.name in apart or size > most:
-                lots.append(_lot([piece]))
-                continue
-            if sizes[one.kind] + size > most:
-                lots.append(_lot(small.pop(one.kind)))
-                del sizes[one.kind]
-            small.setdefault(one.kind, []).append(piece)
-            sizes[one.kind] += size
-        found.append([*lots, *map(_lot, small.values())])
+            if size and (one.name in apart or size > most):
+                together.append([piece])
+            elif size:
+                if sizes[kind] + size > most:
+                    together.append(small.pop(kind))
+                    del sizes[kind]
+                small.setdefault(kind, []).append(piece)
+                sizes[kind] += size
+        together.extend(small.values())
     return found
-
-
-def _lot(pieces: Sequence[tuple[str, slice | None, int]]) -> _Lot:
-    names, places, sizes = zip(*pieces, strict=True)
-    return _Lot(names, places, tuple(length for size in sizes for length in (size, -size % BLOCK)))
 
 
 def pieces_of(
@@ -148,62 +132,49 @@ def pieces_of(
     in their messages. Small ones are bundled, if any are, but for those that are `apart`.
     """
     whole = tuple(((0, one.size),) for one in given)
-    lots = _lots_of(given, cuts or whole, frozenset(apart), MOST_BUNDLED if bundles else 0)
-    return [
-        [_piece_of(lot, views, kept, word, None if cuts is None else owner, rank) for lot in own]
-        for owner, own in enumerate(lots)
-    ]
+    by_owner = _places_of(given, cuts or whole, frozenset(apart), MOST_BUNDLED if bundles else 0)
+    found: list[list[Piece]] = [[] for _ in by_owner]
+    for owner, together in enumerate(by_owner):
+        for places in together:
+            first = places[0][0]
+            chance, threshold, own = f"{word} {seed_name(first)}", THRESHOLD, kept.get(first)
+            if cuts is not None:
+                chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
+            targets, residuals = [_elements(views[name], place) for name, place, _ in places], list[Tensor]()
+            if own and RESIDUAL in own:
+                residuals = [_elements(kept[name][RESIDUAL], place) for name, place, _ in places]
+            sent, lengths = residuals or targets, tuple[int, ...]()
+            target, wanted, residual = targets[0], sent[0], residuals[0] if residuals else None
+            if len(places) > 1:
+                lengths = tuple(length for *_, size in places for length in (size, -size % BLOCK))
+                target = wanted = wanted.new_zeros(sum(lengths))
+                torch._foreach_copy_(wanted.split_with_sizes(lengths)[::2], sent)
+                if residuals:
+                    residual, target = wanted, torch.empty_like(wanted)
+            is_own = cuts is None or owner == rank
+            made = Piece(
+                target, wanted, own, residual, chance, threshold, is_own, lengths, targets, residuals
+            )
+            found[owner].append(made)
+    return found
 
 
-def _piece_of(
-    lot: _Lot,
-    views: Mapping[str, Tensor],
-    kept: Mapping[str, dict[str, Tensor]],
-    word: str,
-    owner: int | None,
-    rank: int,
-) -> Piece:
-    first = lot.names[0]
-    chance, threshold, own = f"{word} {seed_name(first)}", THRESHOLD, kept.get(first)
-    if owner is not None:
-        chance, threshold = f"{chance} {owner}", f"{threshold}.{owner}"
-    targets, residuals = _elements(views, lot), list[Tensor]()
-    if own and RESIDUAL in own:
-        residuals = _elements({name: kept[name][RESIDUAL] for name in lot.names}, lot)
-    sent = residuals or targets
-    is_own = owner in (None, rank)
-    if len(sent) == 1:
-        residual = residuals[0] if residuals else None
-        return Piece(targets[0], sent[0], own, residual, chance, threshold, is_own)
-    wanted = sent[0].new_zeros(sum(lot.lengths))
-    torch._foreach_copy_(wanted.split_with_sizes(lot.lengths)[::2], sent)
-    residual = wanted if residuals else None
-    target = torch.empty_like(wanted) if residuals else wanted
-    return Piece(target, wanted, own, residual, chance, threshold, is_own, lot.lengths, targets, residuals)
+def _elements(tensor: Tensor, place: slice | None) -> Tensor:
+    return tensor.view(-1) if place is None else tensor.view(-1)[place]
 
 
-def _elements(tensors: Mapping[str, Tensor], lot: _Lot) -> list[Tensor]:
-    """The elements of each tensor that belong to a lot, flat."""
-    return [
-        tensors[name].view(-1) if place is None else tensors[name].view(-1)[place]
-        for name, place in zip(lot.names, lot.places, strict=True)
-    ]
-
-
-@lru_cache(maxsize=_NUM_LAYOUTS)
+@lru_cache(maxsize=64)
 def even_cuts(given: tuple[Given, ...], factors: tuple[float, ...], apart: frozenset[str]) -> _Cuts:
     """The pieces of gradients that each member owns: about as many elements of all that is coded, and of the
     rest. Gradients that are `apart` are not cut, and their owners follow from their names. A member whose
     part does not count owns nothing, because what it keeps of sums would be lost.
     """
     owners = [member for member, factor in enumerate(factors) if factor] or [*range(len(factors))]
-    totals: Counter[bool] = Counter()
+    totals, begins, cuts = Counter[bool](), Counter[bool](), list[list[tuple[int, int]]]()
     for one in given:
-        totals[one.kind[1]] += one.size * (one.name not in apart)
-    begins: Counter[bool] = Counter()
-    cuts = []
+        totals[one.is_coded] += one.size * (one.name not in apart)
     for one in given:
-        is_coded, start, end = one.kind[1], 0, one.size
+        is_coded, start, end = one.is_coded, 0, one.size
         pieces = [(0, 0)] * len(factors)
         cuts.append(pieces)
         if one.name in apart:
@@ -267,7 +238,7 @@ class Messages:
 
     def add(self, pieces: Sequence[Sequence[Piece]], most_bytes: int) -> None:
         """Begin to sum the pieces of every owner, about that many bytes of each at a time."""
-        self._bundles += (one for own in pieces for one in own if one.parts)
+        self._bundles += (one for own in pieces for one in own if one.lengths)
         waiting = [deque(own) for own in pieces]
         while any(waiting):
             if len(self._parts) > NUM_IN_FLIGHT:
