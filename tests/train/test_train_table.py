@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from bireme.bounds import counted
+from bireme.cli.train import _how_to_resume
+from bireme.machines.orders import PHASE
 from bireme.report.train_table import print_summary
 
 STAGE = {"rank": 0, "predicted_busy_share": None, "busy_share": 0.5}
@@ -108,3 +110,9 @@ def test_a_machine_that_was_slower_than_when_it_profiled_is_named(run: Path) -> 
     same = shown(run, predicted_batch_s=0.4, control={"profiled_s": 1.0, "measured_s": 1.01, "speed": 0.99})
     assert "The machine ran" not in same
     assert same.count("rank 0, memory") == 1
+
+
+def test_a_run_of_several_machines_is_resumed_by_its_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _how_to_resume(Path("runs/mine")) == "To resume: bireme resume runs/mine"
+    monkeypatch.setenv(PHASE, "2")
+    assert "bireme coordinate with --set log.name=mine" in _how_to_resume(Path("runs/mine"))
