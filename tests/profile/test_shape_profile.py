@@ -27,7 +27,7 @@ SMALL = {
     "vocab_size": 640,
     "hidden_size": 96,
     "intermediate_size": 208,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -43,15 +43,9 @@ GPT2 = {
     **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**SMALL, "model_type": "llama", "num_hidden_layers": 2},
+    "llama": {**SMALL, "model_type": "llama"},
     "qwen3": {**SMALL, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-    "gemma2": {  # its layers see a window and all tokens in turn
-        **SMALL,
-        "model_type": "gemma2",
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
+    "gemma2": {**SMALL, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
     "gpt2": {**GPT2, "model_type": "gpt2"},
     "mixtral": {**SMALL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
