@@ -399,6 +399,16 @@ def test_a_quorum_that_loses_a_machine_while_it_is_prepared_is_prepared_again() 
     assert story.trains == (2, "ab")
 
 
+def test_a_phase_of_which_a_process_is_killed_while_it_is_prepared_is_prepared_again() -> None:
+    """An interrupt of `bireme join` does that: the processes of the others wait for its own."""
+    story = Story(machines="abc")
+    story.end(1, c=-15)
+    assert story.phases.phases_of("a")[0].end == "kill"
+    story.lose("c", for_good=True)
+    story.end(1, a=-9, b=-9)
+    assert story.trains == (2, "ab")
+
+
 def test_a_quorum_that_loses_too_many_machines_before_its_first_step_is_prepared_again() -> None:
     """It may load for long, so that the time counts from the loss on."""
     story = Story(replace(RULES, needs_all=False), machines="abc")

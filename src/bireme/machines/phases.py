@@ -451,6 +451,8 @@ class RunPhases:
             phase.end = phase.end or "stop"
             return
         patience_s = self.rules.patience_s
+        if phase.is_killed and phase.forecast is None and phase.step is None and not phase.end:
+            self._end(phase, "kill", now_s)  # the others would wait for those processes
         is_stuck = bool(phase.lost) and (self._needs_all(phase) or self._stands_still(phase, now_s))
         gone_s = max((now_s - since_s for since_s, _ in phase.lost.values()), default=0.0)
         is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`

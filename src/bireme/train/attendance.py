@@ -415,7 +415,8 @@ class Attendance(Interruptible):
             return 0
         if not self._num_interrupts:
             return None
-        training = [one for one in self._phases.values() if one.goes]
+        # Processes that were still preparing end by the signal that stops them.
+        training = [one for one in self._phases.values() if one.goes and min(one.statuses() or [0]) >= 0]
         if not training or self._num_interrupts > 1:
             return INTERRUPTED
         for one in training:
