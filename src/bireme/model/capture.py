@@ -92,7 +92,7 @@ class Whole(torch.nn.Module):
         # A generation cache is made in every forward, and used by none of training.
         accepted = inspect.signature(self.model.forward).parameters
         extra = {"use_cache": False} if "use_cache" in accepted else {}
-        with calls_without_numbers():
+        with calls_without_numbers(), _ListsAsNumbers():
             if isinstance(inputs, dict):
                 taken = inputs if self.loss is None else _taken(self.model, inputs)
                 returned = self.model(**taken, **extra)
@@ -103,6 +103,17 @@ class Whole(torch.nn.Module):
             named = {"loss": self.loss(returned, inputs)} | {k: v for k, v in named.items() if k != "loss"}
         self.note(named)
         return tuple(named.values())
+
+
+class _ListsAsNumbers(TorchFunctionMode):
+    """Makes a tensor with numbers of a list that is an index, as in Falcon: none are on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            numbers = (torch.tensor(one, device="cpu") if isinstance(one, list) else one for one in index)
+            args = args[0], tuple(numbers)
+        return func(*args, **(kwargs or {}))
 
 
 def _taken(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
