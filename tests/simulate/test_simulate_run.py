@@ -69,7 +69,7 @@ def test_a_trace_and_a_picture_of_a_run_are_written(capsys: Capture, folder: Pat
         ("run.toml --profile profile.json plan.dept=3", "Did you mean 'plan.depth'?"),
         (
             "run.toml --profile profile.json plan.depth=9",
-            "plan.depth times plan.width is 9, but cluster.workers is 4",
+            "plan.depth times plan.width is 9, but the run has 4 devices",
         ),
         ("run.toml --profile profile.json --batches 0", "at least one batch, not 0"),
         ("none.toml", "There is no file none.toml"),

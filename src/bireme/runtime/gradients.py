@@ -546,7 +546,8 @@ def step_all(
 ) -> None:
     """Step the weights that have gradients, times `scale`, in place; gradients are changed.
 
-    `cut` gives the pieces of gradients that are stepped, where not all of them is.
+    `cut` gives the pieces of gradients that are stepped, where not all of them is. An optimizer that is not
+    known to treat parameters apart gets all of them at once, products too.
     """
     whole = {name: one for name, one in gradients.items() if isinstance(one, Tensor)}
     own = whole if cut is None else cut(whole)
@@ -556,25 +557,10 @@ def step_all(
     products = {
         name: gradient.scaled(scale) for name, gradient in gradients.items() if isinstance(gradient, Product)
     }
-    _step_products(stepper, weights, given, products, lr_factor=lr_factor)
-
-
-def _step_products(
-    stepper: Stepper,
-    weights: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    products: Mapping[str, Product],
-    *,
-    lr_factor: float,
-) -> None:
-    """Step the weights that have gradients or products, in place.
-
-    An optimizer that is not known to treat parameters apart gets all of them at once, products too.
-    """
-    own = [home for home in stepper.homes if home.name in products]
-    together = {home.name: products[home.name].rows() for home in own if not home.may_be_apart}
-    stepper.step(weights, {**gradients, **together}, lr_factor=lr_factor)
-    for home in own:
+    homes = [home for home in stepper.homes if home.name in products]
+    together = {home.name: products[home.name].rows() for home in homes if not home.may_be_apart}
+    stepper.step(weights, given | together, lr_factor=lr_factor)
+    for home in homes:
         if home.may_be_apart:
             _step(stepper, home, weights[home.name], products[home.name], lr_factor)
 
