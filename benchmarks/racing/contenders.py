@@ -67,6 +67,7 @@ CHOSEN, DENSE_BEST = "bireme", "bireme-synchronous-dense"
 HAND = (
     _ours("bireme-hand-2bw-fresh-int8", DENSE | {"plan.schedule": "2bw-fresh", "links.codec": "int8"}),
     _ours("bireme-hand-int4-sums", DENSE | {"plan.depth": 1, "plan.width": 4, "sync.codec": "int4"}),
+    _ours("bireme-hand-int8-sums", DENSE | {"plan.depth": 1, "plan.width": 4, "sync.codec": "int8"}),
     _ours(
         "bireme-hand-diloco",
         DENSE | {"plan.depth": 1, "plan.width": 4, "sync.mode": "diloco", "sync.diloco_every": 10},
