@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common.curves import Curve, CurvePanel, curve_picture
 from benchmarks.common.made import commit
-from benchmarks.racing.contenders import CHOSEN
+from benchmarks.racing.contenders import CHOSEN, DENSE_BEST, RIVALS
 from benchmarks.racing.rank import Reached
 from bireme.documents import read_json_lines
 from bireme.report.shapes import Picture
@@ -88,13 +88,16 @@ ABOVE = 0.5
 
 
 def drawn(results: Results, settings: Sequence[str], target: float) -> Picture:
-    """The loss over seconds, a panel for each setting: of every contender the first seed."""
+    """The loss over seconds, a panel for each setting: of the rivals, and of Bireme as it chooses and without
+    delay, codecs and averages, the first seed.
+    """
     panels = []
+    names = {CHOSEN, DENSE_BEST, *(one.name for one in RIVALS)}
     for setting in settings:
         firsts = {
             one["contender"]: curve_of(one)
             for one in reversed(results.find("race", setting=setting))
-            if one["curve"]
+            if one["curve"] and one["contender"] in names
         }
         if firsts:
             curves = [
