@@ -141,7 +141,7 @@ def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind(
         return sum_steps(parse_sum_codec(word), "sgd")
 
     studied = STUDIED_SUMS["adamw"]
-    assert steps("int6") == studied["int4"]
+    assert steps("int3") == steps("int4") == steps("int6") == studied["int8"]  # fewer than these is chance
     assert steps("lowrank:6") == studied["lowrank:4"]
     assert steps("threshold:0.05:20") == studied["threshold:0.01:50"]
     assert steps("int1") == SumSteps(studied["int2"].steps, is_at_least=True)

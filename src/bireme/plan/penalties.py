@@ -230,8 +230,9 @@ SUMS_TO_TRY = ("int4", "int8", "int2", "lowrank:4")
 
 @lru_cache(maxsize=256)
 def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
-    """The steps of a codec, or of the next coarser one of its kind that was studied; at least those of the
-    coarsest where none is coarser. Optimizers that were not studied count as AdamW.
+    """The steps of a codec, or of the next coarser one of its kind that was studied, and no fewer than those
+    of finer ones: that these took more is chance. If none is coarser, at least those of the coarsest.
+    Optimizers that were not studied count as AdamW.
     """
     if codec.kind is SumKind.DENSE:
         return SumSteps(1.0)
@@ -242,7 +243,9 @@ def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
         if one.kind is codec.kind
     }
     coarser = [one for one in alike if one <= _fineness(codec)]
-    return alike[max(coarser)] if coarser else SumSteps(alike[min(alike)].steps, is_at_least=True)
+    if not coarser:
+        return SumSteps(alike[min(alike)].steps, is_at_least=True)
+    return max((alike[one] for one in alike if one >= max(coarser)), key=lambda found: found.steps)
 
 
 BOTH_CODED = 1.05
