@@ -118,24 +118,6 @@ def test_a_batch_of_the_delay_warm_up_waits_for_its_sums() -> None:
     assert found.penalty == pytest.approx(without * warmup, rel=0.01)
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0, 3.0])
-def test_the_sums_of_the_delay_warm_up_count_in_pipelines_as_its_schedule_takes(share: float) -> None:
-    """Only the bubble of these batches counted, so delayed updates over slow links looked up to 20 % better.
-    Sums take this share of the work of a batch.
-    """
-    work_s = 8 * sum(unit.costs[0].forward_s + unit.costs[0].backward_s for unit in tiny_profile().units) / 2
-    rate = sum(unit.gradient_bytes for unit in tiny_profile().units) / (share * work_s)
-    servers = cluster().with_links(lambda _, card: replace(card.link, bytes_per_s=rate)).servers
-    four = Cluster(tuple(replace(servers[0], name=name) for name in "abcd"))
-    names = [device.name for device in four.devices()]
-    plan = Plan((4,), 8, "2bw", width=2, micro_batch_sizes=(1, 1), devices=((*names[:2],), (*names[2:],)))
-    request = PlanRequest(batch_size=16, penalties={Rule.DELAYED: 1.0})
-    delayed = forecast_of(plan, tiny_profile(), four, request)
-    warming = forecast_of(replace(plan, schedule="1f1b"), tiny_profile(), four, request)
-    longer = 1 + request.delay_warmup_share * (warming.batch_s / delayed.batch_s - 1)
-    assert delayed.penalty == pytest.approx(longer, rel=0.03)
-
-
 def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind() -> None:
     def steps(word: str) -> SumSteps:
         return sum_steps(parse_sum_codec(word), "sgd")

@@ -77,18 +77,16 @@ class DraftSums:
         return tuple(found)
 
     def warmup(self, draft: Draft, floor: LowerBound, batch_s: float) -> float:
-        """How many times its seconds a batch takes in the mean of a run because each batch of the delay
-        warm-up waits for the sums of its own gradients, beside its bubble (see `PlanRequest.penalty`).
+        """How many times its seconds a batch of a single stage takes in the mean of a run: in the delay
+        warm-up each waits for the sums of its own gradients. Deeper pipelines count their bubble there.
         """
-        request, outline = self._problem.request, draft.outline
-        is_hidden = draft.rule is not Rule.SYNCHRONOUS and request.rounds is None
+        request, is_single = self._problem.request, draft.outline.num_stages == 1
+        is_hidden = is_single and draft.rule is not Rule.SYNCHRONOUS and request.rounds is None
         if not is_hidden or request.goal is Goal.THROUGHPUT:
             return 1.0
         sums_s = rings_s(self._problem, self.rings(draft)) + max(self.coding_s(draft))
         late_s = max(floor.device_s.values()) + sums_s - batch_s
-        share = request.delay_warmup_share
-        bubble = share * (outline.num_stages - 1) / outline.microbatches_of_rank
-        return 1.0 + share * max(late_s, 0.0) / batch_s / (1.0 + bubble)
+        return 1.0 + request.delay_warmup_share * max(late_s, 0.0) / batch_s
 
     def codes_beside(self, draft: Draft) -> bool:
         """Whether sums are coded on cores that compute the next batch: updates are delayed, and processors

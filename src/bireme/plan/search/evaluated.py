@@ -168,9 +168,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedDraft:
-    """A draft plan, its forecast, and the cost of a sample that a search goes by: seconds, or joules if
-    energy is the goal.
-    """
+    """A draft plan, its forecast, and the cost of a sample: seconds, or joules if energy is the goal."""
 
     draft: Draft
     forecast: Forecast
@@ -183,26 +181,16 @@ class EvaluatedDraft:
 
 
 class EvaluatedDrafts:
-    """Evaluates drafts and remembers the best.
-
-    A search that does not consider all plans leaves the sums of the delay warm-up out of the costs of plans
-    of several stages: bounds do not have them, so it would reach its limits with plans that look alike.
-    Its candidates are the best by the whole cost.
-    """
+    """Evaluates drafts and remembers the best."""
 
     def __init__(
-        self,
-        problem: PlanningProblem,
-        evaluator: PlanEvaluator,
-        progress: Callable[[float], None],
-        *,
-        is_exhaustive: bool,
+        self, problem: PlanningProblem, evaluator: PlanEvaluator, progress: Callable[[float], None]
     ) -> None:
         self._problem = problem
-        self._is_exhaustive = is_exhaustive
         self.evaluator = evaluator
         self.progress = progress
         self._of_kind: dict[PlanKind, EvaluatedDraft] = {}
+        self._of_shape: dict[tuple[str, tuple[int, ...], int], EvaluatedDraft] = {}
         self._seen: dict[Draft, EvaluatedDraft] = {}
 
     @property
@@ -239,27 +227,19 @@ class EvaluatedDrafts:
         if known is not None:
             return known
         forecast = self.evaluator.forecast(draft)
-        cost = forecast.cost(self._problem.request.goal)
-        if not self._is_exhaustive and draft.outline.num_stages > 1:
-            cost /= self.evaluator.warmup(draft, forecast.batch_s)
-        found = self._seen[draft] = EvaluatedDraft(draft, forecast, cost)
+        found = EvaluatedDraft(draft, forecast, forecast.cost(self._problem.request.goal))
+        self._seen[draft] = found
         if found.fits:
-            _keep(self._of_kind, draft.outline.kind, found)
+            outline = draft.outline
+            widths = outline.stage_widths or (outline.width,)
+            _keep(self._of_kind, outline.kind, found)
+            _keep(self._of_shape, (outline.schedule, widths, outline.num_ranks), found)
         return found
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The best, those of every kind and of several widths among them, by what they cost."""
-        of_kind: dict[PlanKind, EvaluatedDraft] = {}
-        of_shape: dict[tuple[str, tuple[int, ...], int], EvaluatedDraft] = {}
-        goal = self._problem.request.goal
-        for one in self._seen.values():
-            if one.fits:
-                outline, whole = one.draft.outline, replace(one, cost=one.forecast.cost(goal))
-                _keep(of_kind, outline.kind, whole)
-                widths = outline.stage_widths or (outline.width,)
-                _keep(of_shape, (outline.schedule, widths, outline.num_ranks), whole)
-        shown = {one.draft: one for one in of_kind.values()}
-        of_shapes = sorted(of_shape.values(), key=lambda one: one.cost)
+        shown = {one.draft: one for one in self._of_kind.values()}
+        of_shapes = sorted(self._of_shape.values(), key=lambda one: one.cost)
         of_widths: dict[int, EvaluatedDraft] = {}
         for one in of_shapes:
             of_widths.setdefault(one.draft.outline.most_replicas, one)

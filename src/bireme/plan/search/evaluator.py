@@ -151,7 +151,9 @@ class PlanEvaluator:
         return Forecast(
             batch_s=batch_s,
             samples_per_s=outline.batch_size / batch_s,
-            penalty=outline.penalty(problem, draft.lookahead) * codec_penalty * self.warmup(draft, batch_s),
+            penalty=outline.penalty(problem, draft.lookahead)
+            * codec_penalty
+            * self._sums.warmup(draft, floor, batch_s),
             busy_share=min(sum(floor.device_s.values()) / (len(floor.device_s) * batch_s), 1.0),
             bottleneck=self._bottleneck(draft, floor, slowest),
             stages=self._works.forecasts(draft, seen, timelines, self._speeds(draft)) if has_memory else (),
@@ -165,10 +167,6 @@ class PlanEvaluator:
             tiers=self._tiers(draft, slowest) if has_memory else tuple(tiers_waited_for(slowest)),
             assumptions=assumptions(problem, draft),
         )
-
-    def warmup(self, draft: Draft, batch_s: float) -> float:
-        """The part of the penalty of a draft that sums of gradients cost in the delay warm-up."""
-        return self._sums.warmup(draft, self.floor(draft), batch_s)
 
     def _simulated(
         self, draft: Draft, program: Program, floor: LowerBound, *, is_brief: bool = False

@@ -146,14 +146,14 @@ def _found(
         raise BiremeError(_no_shape(problem, outlines.refusal))
     if homeless := why_homeless(problem, shapes):
         raise BiremeError(homeless)
+    ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress)
     explorer: ExhaustiveExplorer | HeuristicExplorer
     # The partition names what is missing, but knows no plans of several stages on a rank.
     is_overfull = problem.is_overfull and any(shape.stages_per_rank == 1 for shape in shapes)
-    is_small = not is_overfull and not is_tight and few_enough(problem)
-    is_exhaustive, how = is_overfull or is_small, list[str]()
-    ledger = EvaluatedDrafts(problem, PlanEvaluator(problem), progress, is_exhaustive=is_small)
+    is_exhaustive, how = is_overfull, []
     if shapes and not is_overfull:
-        if is_small:
+        is_exhaustive = not is_tight and few_enough(problem)
+        if is_exhaustive:
             explorer = ExhaustiveExplorer(problem, outlines, ledger, is_brief=is_brief)
         else:
             explorer = HeuristicExplorer(problem, outlines, ledger, walks=not is_rough)
@@ -258,7 +258,7 @@ def _with_subsets(
 
     With `is_brief` subsets are searched only if nothing fits.
     """
-    request, goal, memory = problem.request, problem.request.goal, problem.request.memory
+    request, goal = problem.request, problem.request.goal
     first: Answer | NothingFits | BiremeError
     try:
         first = search(request, math.inf)
@@ -270,7 +270,7 @@ def _with_subsets(
     num_searched = 0
     for devices in _subsets(problem, best, is_brief=is_brief):
         least = math.inf if best is None else best.best.forecast.cost(goal)
-        if least_cost(problem, devices) >= least or (memory is None and problem.is_too_small(devices)):
+        if least_cost(problem, devices) >= least:
             continue
         num_searched += 1
         try:
