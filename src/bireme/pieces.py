@@ -3,8 +3,8 @@
     model.safetensors            as long as the whole file, with holes
     .model.safetensors.pieces    which file it is, and the SHA-256 of each piece that is here
 
-The record is removed once all pieces are here. A hole reads as zeros: a reader of a file that may be partial
-calls `check_here` before.
+The record is removed once all pieces are here. A hole reads as zeros, so a reader of a file that may be
+partial calls `check_here` before it reads. Pieces are written under the lock of their folder.
 """
 
 import json
@@ -58,11 +58,11 @@ class PieceFile:
         try:
             with _record(path).open("rb") as record:
                 head = json.loads(record.read(_HEAD_BYTES))
+            return cls(path, head.pop("name"), FileIdentity(**head))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise BiremeError(f"{_record(path)} cannot be read ({error}). Delete it and {path}.") from error
-        return cls(path, head.pop("name"), FileIdentity(**head))
 
     @classmethod
     def begun(cls, path: Path, name: str, identity: FileIdentity) -> Self | None:
@@ -75,17 +75,19 @@ class PieceFile:
         if len(head) > _HEAD_BYTES:
             raise BiremeError(f"{name} of another machine has a name that is too long.")
         with found.locked():
-            before = cls.at(path)
-            if before is None and path.is_file() and FileIdentity.of(path) == identity:
+            is_begun = False
+            with suppress(OSError, BiremeError):  # no file, or a record that a crash has damaged
+                is_begun = path.stat().st_size == identity.num_bytes and FileIdentity.of(path) == identity
+            if is_begun and not _record(path).exists():
                 return None
-            is_new = before is None or before.identity != identity
-            if is_new:
-                path.unlink(missing_ok=True)
-            with _record(path).open("wb" if is_new else "r+b") as record:
+            if not is_begun:
+                remove(path)
+            with _record(path).open("r+b" if is_begun else "xb") as record:
                 record.write(head)
-            with path.open("ab") as file:  # no file without a record has holes
-                file.truncate(identity.num_bytes)
-        return found
+            if not is_begun:
+                with path.open("xb") as file:  # no file without a record has holes
+                    file.truncate(identity.num_bytes)
+            return None if found.finish() else found
 
     @property
     def num_pieces(self) -> int:
@@ -119,22 +121,36 @@ class PieceFile:
         """The bytes of these pieces."""
         return sum(map(self.size_of, self.missing(ranges)))
 
-    def put(self, pieces: Mapping[int, bytes], digests: Mapping[int, bytes]) -> None:
-        """Write pieces, and once they are on the disk the SHA-256 of each."""
+    def put(self, pieces: Mapping[int, tuple[bytes, bytes]]) -> None:
+        """Write pieces, each given after its SHA-256, and record these once the pieces are on the disk. Into
+        a file that has become whole, or was begun anew, nothing is written.
+        """
+        if not self._is_there():
+            return
         with self.path.open("r+b") as file, _record(self.path).open("r+b") as record:
-            for piece, data in pieces.items():
-                os.pwrite(file.fileno(), data, piece * PIECE_BYTES)
+            for piece, (_, data) in pieces.items():
+                file.seek(piece * PIECE_BYTES)
+                file.write(data)
+            file.flush()
             os.fsync(file.fileno())
-            for piece in pieces:
-                os.pwrite(record.fileno(), digests[piece], _HEAD_BYTES + _DIGEST_BYTES * piece)
+            for piece, (digest, _) in pieces.items():
+                record.seek(_HEAD_BYTES + _DIGEST_BYTES * piece)
+                record.write(digest)
 
-    def finish(self) -> None:
-        """Remove the record if all pieces are here."""
-        with suppress(FileNotFoundError):
-            found = _record(self.path).read_bytes()[_HEAD_BYTES:]
-            if len(found) == _DIGEST_BYTES * self.num_pieces and _NONE not in found:
-                os.utime(self.path, ns=(self.identity.changed_ns, self.identity.changed_ns))
-                _record(self.path).unlink()
+    def finish(self) -> bool:
+        """Remove the record if all pieces are here. Returns whether the file is whole."""
+        if not self._is_there():
+            return False
+        found = _record(self.path).read_bytes()[_HEAD_BYTES:]
+        if len(found) < _DIGEST_BYTES * self.num_pieces or _NONE in found:
+            return False
+        os.utime(self.path, ns=(self.identity.changed_ns, self.identity.changed_ns))
+        _record(self.path).unlink()
+        return True
+
+    def _is_there(self) -> bool:
+        now = PieceFile.at(self.path)
+        return now is not None and now.identity == self.identity
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -151,6 +167,12 @@ class PieceFile:
 
 def _record(path: Path) -> Path:
     return path.with_name(f".{path.name}.pieces")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, and its record if it is partial."""
+    path.unlink(missing_ok=True)
+    _record(path).unlink(missing_ok=True)
 
 
 def partial_files(path: Path) -> Iterator[PieceFile]:

@@ -1,10 +1,13 @@
 """Files of another machine: pieces come when they are needed, from all that have them, and are checked."""
 
+import hashlib
+import os
 import random
+import resource
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -16,8 +19,8 @@ from bireme.model.gpt import GPT, GPTConfig
 from bireme.model.weights import load_weights
 from bireme.pieces import PIECE_BYTES, FileIdentity, PieceFile, partial_files
 from bireme.runtime.copies import folder_server
-from bireme.runtime.copies.folder_server import digests_at, fetch_pieces, read_range
-from bireme.runtime.copies.keeper import KeeperAddress, RateLimit
+from bireme.runtime.copies.folder_server import FolderServer, digests_at, fetch_pieces, read_range
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer
 from bireme.train import fetched
 from bireme.train.checkpoint.checkpoint import MachinesNote
 from bireme.train.data.prepare import ModelSide, RunData, prepare_data
@@ -140,6 +143,90 @@ def test_a_damaged_piece_comes_from_another_machine(tmp_path: Path, monkeypatch:
             fetch_pieces(alone, [0], lambda: found.addresses[1:], 0.2)
         with pytest.raises(BiremeError, match="no machine of the run that answers has it"):
             fetch_pieces(alone, [5], lambda: found.addresses[1:], 0.2)
+
+
+def test_pieces_that_came_before_their_machine_died_stay(tmp_path: Path) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+
+    def die(talk: RequestConnection, asked: dict[str, Any]) -> None:
+        talk.say({"pieces": asked["pieces"]})
+        if asked["pieces"] == [[0, 2]]:
+            talk.send(hashlib.sha256(CONTENT[:PIECE_BYTES]).digest(), CONTENT[:PIECE_BYTES])
+
+    dying = RequestServer.__new__(RequestServer)
+    dying.acts = {"pieces": die}
+    RequestServer.__init__(dying, "dying", patience_s())
+    with closing(dying):
+        file = begun(tmp_path / "one" / "data.bin", source)
+        with pytest.raises(BiremeError, match="cannot be fetched"):
+            fetch_pieces(file, [0, 1], lambda: [dying.address], 0.2)
+    assert file.missing() == [*range(1, NUM_PIECES)]
+
+
+def test_a_piece_that_the_disk_has_no_room_for_ends_the_fetch_and_is_not_taken_for_here(
+    tmp_path: Path,
+) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with machines(tmp_path, 1, source) as found:
+        file = begun(tmp_path / "one" / "data.bin", source)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PIECE_BYTES + 100, limits[1]))
+        try:
+            with pytest.raises(BiremeError, match="cannot be written"):
+                fetch(file, [1], found.addresses)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert file.missing() == [*range(NUM_PIECES)]
+        fetch(file, [1], found.addresses)
+        assert file.missing([(PIECE_BYTES, 2 * PIECE_BYTES)]) == []
+
+
+@pytest.mark.parametrize("damage", ["file", "length", "record"])
+def test_a_file_that_was_deleted_or_whose_record_is_damaged_is_fetched_again(
+    damage: str, tmp_path: Path
+) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 1, source) as found:
+        file = begun(tmp_path / "one" / "data.bin", source)
+        fetch(file, [0, 1], found.addresses)
+        match damage:
+            case "file":
+                file.path.unlink()
+            case "length":
+                os.truncate(file.path, 0)
+            case "record":
+                placed(tmp_path / "one" / ".data.bin.pieces", b"")
+        again = begun(file.path, source)
+        assert again.missing() == [*range(NUM_PIECES)]
+        fetch(again, range(NUM_PIECES), found.addresses)
+        assert again.path.read_bytes() == CONTENT
+
+
+def test_pieces_of_an_earlier_file_are_not_written_into_a_later_one(tmp_path: Path) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    before = begun(tmp_path / "one" / "data.bin", source)
+    os.utime(source, ns=(1, 1))
+    now = begun(before.path, source)
+    before.put({0: (bytes(32), CONTENT[:PIECE_BYTES])})
+    assert not before.finish()
+    assert now.missing() == [*range(NUM_PIECES)]
+    assert now.path.read_bytes() == bytes(len(CONTENT))
+
+
+def test_a_file_that_is_begun_anew_meanwhile_is_not_served_as_the_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = placed(tmp_path / "there" / "data.bin")
+    wanted = begun(tmp_path / "one" / "data.bin", source)
+    opened = FolderServer._opened
+
+    def begin_and_open(server: FolderServer, name: str) -> BinaryIO:
+        PieceFile.begun(source, "root-0", FileIdentity(len(CONTENT), 1))
+        return opened(server, name)
+
+    monkeypatch.setattr(FolderServer, "_opened", begin_and_open)
+    with machines(tmp_path, 1, source) as found, pytest.raises(BiremeError, match="has changed"):
+        fetch_pieces(wanted, [0], lambda: found.addresses, 0.2)
 
 
 def test_pieces_of_a_file_that_has_changed_are_not_kept(tmp_path: Path) -> None:

@@ -140,11 +140,13 @@ class FolderServer(RequestServer):
         """List the pieces that are here, and send each with its SHA-256 if the reader wants them."""
         name, ranges = str(asked["name"]), [(int(first), int(end)) for first, end in asked["pieces"]]
         with system_errors(f"{name} cannot be read"):
-            path = self._path(name)
-            identity, partial, file = FileIdentity.of(path), PieceFile.at(path), self._opened(name)
-        if [identity.num_bytes, identity.changed_ns] != asked["identity"]:
+            path, file = self._path(name), self._opened(name)
+            # In this order: a file that is begun anew after it was opened is not taken for the whole one.
+            partial, about = PieceFile.at(path), os.fstat(file.fileno())
+        own = FileIdentity(about.st_size, about.st_mtime_ns) if partial is None else partial.identity
+        if [own.num_bytes, own.changed_ns] != asked["identity"]:
             raise BiremeError(f"{name} has changed on its machine. Start the run again.")
-        whole = PieceFile(path, name, identity)
+        whole = PieceFile(path, name, own)
         ranges = [(max(first, 0), min(end, whole.num_pieces)) for first, end in ranges]
         found: Iterable[tuple[int, bytes | None]]
         found = ((piece, None) for first, end in ranges for piece in range(first, end))
@@ -174,7 +176,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         there = path.stat()
     except OSError:
         return True
-    return there.st_ino == os.fstat(file.fileno()).st_ino
+    return os.path.samestat(there, os.fstat(file.fileno()))
 
 
 # The reader's side: nothing is believed that does not look as this version of Bireme writes it.
@@ -234,15 +236,21 @@ def _is_file(one: object) -> bool:
 
 
 class _PieceFetch:
-    """Pieces of one file on their way from several machines, each of which has a thread here."""
+    """Pieces of one file on their way from several machines, each of which has a thread here. With a `limit`
+    they come in the background, and other fetches in the folder need not wait.
+    """
 
     def __init__(self, file: PieceFile, timeout_s: float, limit: RateLimit | None, came: Came) -> None:
         self._file, self._timeout_s, self._limit, self._came = file, timeout_s, limit, came
         self._lock = threading.Lock()
+        self.locked = nullcontext if limit is None else file.locked
+        """Held while pieces are written, unless the whole fetch holds it."""
         self.failure: Exception | None = None
 
-    def fetch(self, pieces: Sequence[int], addresses: Sequence[KeeperAddress]) -> set[int]:
-        """Fetch these pieces as far as the machines have them; returns those that have come."""
+    def fetch(self, pieces: Sequence[int], addresses: Sequence[KeeperAddress]) -> None:
+        """Fetch these pieces as far as the machines have them. Raises a `BiremeError` if they cannot be
+        written.
+        """
         ranges = as_ranges(pieces)
         with ThreadPoolExecutor(max(len(addresses), 1)) as threads:
             held = [set(pieces)]
@@ -260,8 +268,7 @@ class _PieceFetch:
                 for begin in range(0, len(own), _GROUP_PIECES)
             ]
             places = range(len(addresses))
-            found = threads.map(lambda place: self._work(place, addresses[place], groups), places)
-            return set[int]().union(*found)
+            [*threads.map(lambda place: self._work(place, addresses[place], groups), places)]
 
     def _held(self, address: KeeperAddress, ranges: Sequence[tuple[int, int]]) -> set[int]:
         try:
@@ -289,39 +296,49 @@ class _PieceFetch:
 
     def _work(
         self, place: int, address: KeeperAddress, groups: list[tuple[frozenset[int], list[int]]]
-    ) -> set[int]:
+    ) -> None:
         """Fetch one group after the other from a machine, as long as there are any that it has."""
-        done: set[int] = set()
         while True:
             with self._lock:
                 own = next((one for one in groups if place in one[0]), None)
                 if own is None:
-                    return done
+                    return
                 groups.remove(own)
+            came, failure = dict[int, tuple[bytes, bytes]](), None
             try:
-                done |= self._take(address, own[1])
+                for piece, found in self._sent(address, own[1]):
+                    came[piece] = found
             except (OSError, BiremeError) as error:
+                failure = error
+            if came:
+                self._put(address, came)
+            if failure is not None:
+                left = [piece for piece in own[1] if piece not in came]
                 with self._lock:
-                    self.failure = error
-                    if others := own[0] - {place}:
-                        groups.append((others, own[1]))
-                return done
+                    self.failure = failure
+                    if left and (others := own[0] - {place}):
+                        groups.append((others, left))
+                return
 
-    def _take(self, address: KeeperAddress, pieces: Sequence[int]) -> set[int]:
-        data, digests = dict[int, bytes](), dict[int, bytes]()
+    def _sent(
+        self, address: KeeperAddress, pieces: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[bytes, bytes]]]:
+        """Pieces that a machine sends, each with its SHA-256, which is right."""
         with self._asked(address, as_ranges(pieces), wants=True) as (talk, held):
             for piece in sorted(held):
                 began_s, came = time.monotonic(), talk.chunk()
-                digests[piece], data[piece] = came[:_SHA256_BYTES], came[_SHA256_BYTES:]
-                is_whole = len(data[piece]) == self._file.size_of(piece)
-                if not is_whole or hashlib.sha256(data[piece]).digest() != digests[piece]:
+                digest, data = came[:_SHA256_BYTES], came[_SHA256_BYTES:]
+                if len(data) != self._file.size_of(piece) or hashlib.sha256(data).digest() != digest:
                     raise BiremeError(f"A piece of {_WRONG.format(self._file.name)}")
                 if self._limit is not None:
                     self._limit.wait(len(came), time.monotonic() - began_s)
-        with self._lock:
-            self._file.put(data, digests)
-        self._came(address.address, sum(map(len, data.values())))
-        return set(data)
+                yield piece, (digest, data)
+
+    def _put(self, address: KeeperAddress, came: Mapping[int, tuple[bytes, bytes]]) -> None:
+        what = f"{self._file.path} cannot be written"
+        with self._lock, self.locked(), system_errors(what, "What has come of it stays: free space there."):
+            self._file.put(came)
+        self._came(address.address, sum(len(data) for _, data in came.values()))
 
 
 def fetch_pieces(
@@ -334,26 +351,32 @@ def fetch_pieces(
     came: Came = lambda _host, _num_bytes: None,
 ) -> None:
     """Fetch those of these pieces of a partial file that are not here. Machines are asked again if none gives
-    a piece. Raises a `BiremeError` after `timeout_s` without a piece. `came` is called in any thread.
+    a piece. Raises a `BiremeError` after `timeout_s` without a piece, or if the disk is full. `came` is
+    called in any thread.
     """
     talk, end_s = _PieceFetch(file, timeout_s, limit, came), time.monotonic() + timeout_s
+
+    def absent(own: Sequence[int]) -> list[int]:
+        places = as_ranges(sorted(own))
+        there = {*file.missing((PIECE_BYTES * first, PIECE_BYTES * end) for first, end in places)}
+        return [piece for piece in own if piece in there]
+
     with file.locked() if limit is None else nullcontext():
-        places = [(PIECE_BYTES * first, PIECE_BYTES * end) for first, end in as_ranges(sorted(pieces))]
-        absent = set(file.missing(places))
-        left = [piece for piece in pieces if piece in absent]
+        left = absent(pieces)
         while left:
-            window = sorted(left[:_WINDOW_PIECES])
-            done = talk.fetch(window, addresses())
-            left = [*(piece for piece in window if piece not in done), *left[_WINDOW_PIECES:]]
-            if done:
+            window = left[:_WINDOW_PIECES]
+            talk.fetch(sorted(window), addresses())
+            again = absent(window)
+            if len(again) < len(window):
                 end_s = time.monotonic() + timeout_s
             elif time.monotonic() > end_s:
                 why = talk.failure or "no machine of the run that answers has it"
                 raise BiremeError(f"{file.path} cannot be fetched from the other machines: {why}")
             else:
                 time.sleep(_AGAIN_S)
-                left = file.missing(places)  # another process may have fetched them
-        file.finish()
+            left = [*again, *left[_WINDOW_PIECES:]]
+        with talk.locked():
+            file.finish()
 
 
 def digests_at(
