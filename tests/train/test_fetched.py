@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -294,7 +295,7 @@ def data_of(source: Path, **keys: Any) -> RunData:
     return prepare_data(request, ModelSide({}, 257), 2)
 
 
-@pytest.mark.parametrize("kind", ["text", "rows", "array"])
+@pytest.mark.parametrize("kind", ["text", "rows", "array", "signed array"])
 def test_another_machine_reads_the_samples_of_the_first_one_and_only_pieces_of_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,12 +304,16 @@ def test_another_machine_reads_the_samples_of_the_first_one_and_only_pieces_of_t
     if kind == "rows":
         rows = (f'{{"prompt": "{number}?", "completion": "{text[:100]!a}"}}' for number in range(4_000))
         source = placed(tmp_path / "there" / "rows.jsonl", "\n".join(rows).encode())
+    elif kind == "text":
+        source = placed(tmp_path / "there" / "book.txt", text.encode())
+    elif kind == "array":
+        source = placed(tmp_path / "there" / "ids.bin", bytes((np.arange(300_000) % 251).astype(np.uint16)))
     else:
-        content = text.encode() if kind == "text" else (torch.arange(300_000) % 251).to(torch.uint16).numpy()
-        source = placed(tmp_path / "there" / ("book.txt" if kind == "text" else "ids.bin"), bytes(content))
+        source = placed(tmp_path / "there" / "ids.npy", b"")
+        np.save(source, (np.arange(300_000) % 251).astype(np.int64))
     wanted = data_of(source)
     folders = wanted.token_folders()
-    assert len(folders) == (kind != "array")
+    assert len(folders) == (kind in ("text", "rows"))
     with machines(tmp_path, 2, Path(folders.get(str(source), source))) as found:
         (here,) = found.take(1, [f"/nowhere/{source.name}"])
         monkeypatch.setenv("BIREME_CACHE", str(tmp_path / "other"))
@@ -324,6 +329,25 @@ def test_another_machine_reads_the_samples_of_the_first_one_and_only_pieces_of_t
         assert 0 < len(partial.missing()) < partial.num_pieces
         assert partial.missing([(0, 1)]) == []
     assert not (tmp_path / "other").exists()
+
+
+def test_pieces_of_a_batch_are_fetched_at_once_and_nothing_is_asked_for_those_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = placed(tmp_path / "there" / "ids.bin", bytes((np.arange(300_000) % 251).astype(np.uint16)))
+    asked = list[Sequence[int]]()
+
+    def note(file: PieceFile, pieces: Sequence[int], *words: Any, **more: Any) -> None:
+        asked.append(pieces)
+        fetch_pieces(file, pieces, *words, **more)
+
+    monkeypatch.setattr(fetched, "fetch_pieces", note)
+    with machines(tmp_path, 2, source) as found:
+        data = data_of(found.take(1, ["/nowhere/ids.bin"])[0])
+        asked.clear()
+        for _ in range(2):
+            data.training.take([1_000, 1_001, 3_000])
+    assert [sorted(one) for one in asked] == [[1, 5]]
 
 
 def test_the_other_machines_together_have_a_copy_of_each_piece(

@@ -46,9 +46,8 @@ def bring(
     came: Came = lambda _address, _num_bytes: None,
 ) -> None:
     """Fetch the pieces with bytes of these ranges, or of the whole file, that this machine lacks."""
-    if (file := PieceFile.at(path)) is None:
+    if (file := PieceFile.at(path)) is None or not (pieces := file.missing(ranges)):
         return
-    pieces = file.missing(ranges)
     own, others = _machines(path)
     # Each machine begins elsewhere, so that machines with the same needs have pieces for each other.
     first = own * len(pieces) // (len(others) + 1)

@@ -235,7 +235,7 @@ class DocumentSamples:
         self.tokens.let_go()
 
     def _signed(self, begin: int, end: int) -> Ids:
-        return np.asarray(self.tokens.read(begin, end)).astype(np.int64)
+        return np.asarray(self.tokens.ids[begin:end]).astype(np.int64)
 
 
 def stacked(rows: Sequence[Pieces], length: int, padding: int, *, is_shared: bool) -> Batch:

@@ -41,8 +41,8 @@ class Tokens:
     of each. Where `has_uncounted` is set, a negative number n stands for the id -1-n of a token that is read
     but does not count in the loss. `origin` is what to call it all in a message; `num_skipped` says how many
     files or rows were left out, of which `num_unread` hold no text; `unread` names the first few of these. Of
-    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them. Only
-    `read` has all ids if their file is `partial`.
+    `num_replaced` files bytes that are not UTF-8 were replaced; `replaced` names the first few of them. Of a
+    `partial` file, `read` or `bring` fetches ids before they are looked at in `ids`.
     """
 
     origin: str
@@ -132,11 +132,10 @@ def load_tokens(path: Path, dtype: str = "uint16") -> Tokens:
     if not len(ids):
         raise BiremeError(f"{path} holds no tokens, so there is nothing to train on.")
     found = Tokens(str(path), ids, partial=path if PieceFile.at(path) is not None else None)
-    smallest = 0
-    if ids.dtype.kind == "i":
-        smallest = min(int(found.read(*block).min()) for block in _looked_at(len(ids)))
-    if smallest < 0:
-        raise BiremeError(f"{path} holds the negative id {smallest}; ids start at 0.")
+    if ids.dtype.kind == "i" and found.partial is None:  # else the machine that has it whole has looked
+        smallest = min(int(ids[begin:end].min()) for begin, end in _looked_at(len(ids)))
+        if smallest < 0:
+            raise BiremeError(f"{path} holds the negative id {smallest}; ids start at 0.")
     return found
 
 
