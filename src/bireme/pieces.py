@@ -22,8 +22,6 @@ PIECE_BYTES = 1 << 16
 """The last piece of a file may be shorter. A batch of shuffled samples needs a piece for each sample."""
 _HEAD_BYTES, _DIGEST_BYTES = 1 << 12, 32
 _NONE = bytes(_DIGEST_BYTES)
-RECORD = re.compile(r"\..+\.pieces")
-"""The names of records."""
 Came = Callable[[str, int], None]
 """Gets the address that bytes of a file came from, and how many."""
 
@@ -167,6 +165,11 @@ class PieceFile:
 
 def _record(path: Path) -> Path:
     return path.with_name(f".{path.name}.pieces")
+
+
+def is_record(path: Path) -> bool:
+    """Whether the name of a file is that of a record."""
+    return re.fullmatch(r"\..+\.pieces", path.name) is not None
 
 
 def remove(path: Path) -> None:

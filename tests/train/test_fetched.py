@@ -5,7 +5,7 @@ import os
 import random
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,11 +22,13 @@ from bireme.pieces import PIECE_BYTES, FileIdentity, PieceFile, partial_files
 from bireme.runtime.copies import folder_server
 from bireme.runtime.copies.folder_server import FolderServer, digests_at, fetch_pieces, read_range
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer
-from bireme.train import fetched
+from bireme.train import fetched, resume_checks
 from bireme.train.checkpoint.checkpoint import MachinesNote
 from bireme.train.data.prepare import ModelSide, RunData, prepare_data
 from bireme.train.fetched import FetchProgress, bring, bring_copies, bring_weights
 from bireme.train.folder import RunFolder
+from bireme.train.resume_checks import DataIdentity, check_files_here, write_identity
+from bireme.train.run_file import RunFile
 from bireme.train.run_file.tables import Data
 from bireme.train.run_machines import MachineFolders
 from tests.support.patience import patience_s
@@ -263,6 +265,27 @@ def test_small_files_come_whole_and_again_only_if_they_have_changed(tmp_path: Pa
         assert (here / "config.json").read_bytes() == b"[1]"
 
 
+def test_files_that_the_first_machine_has_no_more_are_removed(tmp_path: Path) -> None:
+    folder = placed(tmp_path / "there" / "texts" / "one.txt").parent
+    placed(folder / "two.bin")
+    file = placed(tmp_path / "there" / "book.txt")
+    paths = ["/nowhere/texts"]
+    with machines(tmp_path, 2, folder) as found:
+        (here,) = found.take(1, paths)
+        assert {one.name for one in here.iterdir()} == {"one.txt", "two.bin", ".two.bin.pieces"}
+        placed(found.runs[1].path / "checkpoints" / "mine")
+        (folder / "two.bin").unlink()
+        found.take(1, paths)
+        assert [one.name for one in here.iterdir()] == ["one.txt"]
+        found.folders[0].served(found.runs[0].path, [str(file)])
+        assert found.take(1, paths) == [here]
+        assert here.read_bytes() == CONTENT
+        found.folders[0].served(found.runs[0].path, [str(folder)])
+        found.take(1, paths)
+        assert (here / "one.txt").read_bytes() == CONTENT
+        assert (found.runs[1].path / "checkpoints" / "mine").exists()
+
+
 def test_a_machine_fetches_the_tensors_of_its_stages_alone(tmp_path: Path) -> None:
     config = GPTConfig(layers=2, width=256, heads=2, vocab=512, context=8)
     model, ids = GPT(config), torch.zeros((1, 8), dtype=torch.int64)
@@ -329,6 +352,31 @@ def test_another_machine_reads_the_samples_of_the_first_one_and_only_pieces_of_t
         assert 0 < len(partial.missing()) < partial.num_pieces
         assert partial.missing([(0, 1)]) == []
     assert not (tmp_path / "other").exists()
+
+
+def test_data_of_this_machine_are_checked_though_its_model_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = bytes((np.arange(300_000) % 251).astype(np.uint16))
+    own = placed(tmp_path / "own.bin", ids)
+    model = placed(tmp_path / "there" / "model.safetensors", bytes(8) + CONTENT)
+    with machines(tmp_path, 2, own, model) as found:
+        fetched_ids, _ = found.take(1, ["/nowhere/ids.bin", "/nowhere/model.safetensors"])
+        folder = found.runs[1]
+        write_identity(folder.data, DataIdentity("elsewhere", 9, 9 * 64, "0" * 64, None))
+        for source in (fetched_ids, own):
+            run = RunFile().with_keys("data", source=str(source), length=64, tokenizer="bytes")
+            monkeypatch.setattr(resume_checks, "data_of", lambda run, _model: data_of(Path(run.data.source)))
+            monkeypatch.setattr(RunFolder, "load_run", lambda _folder, run=run: run)
+            with pytest.raises(BiremeError, match="other data") if source == own else nullcontext():
+                check_files_here(folder)
+        assert len([*partial_files(folder.path)]) == 2
+
+
+def test_a_folder_of_texts_may_have_a_file_of_the_name_that_describes_tokens(tmp_path: Path) -> None:
+    folder = placed(tmp_path / "texts" / "source.json", b'{"title": "A book"}').parent
+    placed(folder / "book.txt", b"It is a book." * 100)
+    assert data_of(folder, pattern="*").num_documents == 2
 
 
 def test_pieces_of_a_batch_are_fetched_at_once_and_nothing_is_asked_for_those_that_are_here(

@@ -243,6 +243,13 @@ def data_identity(run: RunFile, data: RunData) -> DataIdentity:
     )
 
 
+def data_files(run: RunFile) -> list[Path]:
+    """The files and folders that the public samples of a run are read from."""
+    data = run.data
+    sources = (data.source, data.evaluation_source, *(one.source for one in data.mixture or ()))
+    return [Path(one) for one in sources if one is not None and Path(one).is_absolute()]
+
+
 def load_identity(path: Path) -> DataIdentity | None:
     """The identity in a run's folder; None where an older version of Bireme began the run."""
     return _loaded(path, DataIdentity)
@@ -340,8 +347,8 @@ def check_files_here(folder: RunFolder) -> None:
     if base is not None:
         check_same_base(base, run, there)
     data, identity = data_of(run, RunModel.of(run, 1)), load_identity(folder.data)
-    is_fetched = any(partial_files(folder.path / "files"))  # from rank 0's, and by pieces
-    if identity is not None and not is_fetched:
+    is_partial = any(any(partial_files(path)) for path in data_files(run))  # so it comes from rank 0's
+    if identity is not None and not is_partial:
         check_same_data(identity, data_identity(run, data), data, there)
 
 

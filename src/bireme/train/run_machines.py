@@ -11,8 +11,9 @@ folder of the run, and the others look for it. If they see it, none of this is u
 
 import json
 import secrets
+import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from bireme.files import FileDigest, new_folder, path_within, write_text_atomica
 from bireme.model.graph_file import load_graph
 from bireme.model.units import units_of
 from bireme.model.weights import weight_files
-from bireme.pieces import FileIdentity, PieceFile, partial_files
+from bireme.pieces import FileIdentity, PieceFile, is_record, partial_files, remove
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.copies.folder_server import (
     FolderServer,
@@ -51,7 +52,7 @@ from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manife
 from bireme.train.fetched import FetchProgress, bring_copies, bring_first
 from bireme.train.folder import RunFolder
 from bireme.train.model import INITIAL_FILES, RunModel
-from bireme.train.resume_checks import base_folder, load_base, names_in_base
+from bireme.train.resume_checks import base_folder, data_files, load_base, names_in_base
 from bireme.train.run_file import RunFile
 
 _TIMEOUT_S = 60.0
@@ -182,13 +183,17 @@ def fetch_weights_of(
     model.bring(graph, sorted(names & names_in_base(graph) if resumes else names), progress)
 
 
-def _lasting_files(folder: RunFolder, run: RunFile) -> list[Path]:
-    """Files that a run reads after its begin: its data, and the weights of its base."""
-    data = run.data
-    sources = [data.source, data.evaluation_source, *(one.source for one in data.mixture or ())]
-    found = [Path(one) for one in sources if one is not None and Path(one).is_absolute()]
-    own = base_folder(run) if load_base(folder.base) is not None else None
-    return found if own is None else [*found, *weight_files(own)]
+def _remove_others(folder: Path, names: Collection[str]) -> None:
+    """Remove files of a folder but for those of these names. A file is replaced by a folder, and the other
+    way round: the folder of the empty name is to be a file.
+    """
+    if "" in names and folder.is_dir():
+        shutil.rmtree(folder)
+    elif "" not in names and folder.is_file():
+        remove(folder)
+    for path in [*folder.rglob("*")]:
+        if path.is_file() and not is_record(path) and path.relative_to(folder).as_posix() not in names:
+            remove(path)
 
 
 def fetch_folder(address: KeeperAddress, to: Path) -> None:
@@ -245,7 +250,9 @@ class Mirror:
         copies = min(run.checkpoint.copies, num - 1)
         self._makers = {(note.own - back) % num for back in range(copies + 1)}
         self._over, self._is_stopped = threading.Event(), False
-        lasting = _lasting_files(folder, run)
+        lasting = data_files(run)  # read after the begin of the run, as the weights of its base are
+        if load_base(folder.base) is not None and (base := base_folder(run)) is not None:
+            lasting += weight_files(base)
         self._threads = [
             threading.Thread(target=self._run, args=(turn,), name="bireme mirror", daemon=True)
             for turn in (
@@ -398,6 +405,9 @@ class MachineFolders:
                 ) from error
             places |= {f"{root}/{name}": (path_within(to, name), one) for name, one in files.items()}
             here[path] = str(to)
+            if to.is_relative_to(folder.path / "files"):
+                with system_errors(f"{to} cannot be written"):
+                    _remove_others(to, files)
         with system_errors(f"{folder.path} cannot be written", "Set log.folder."):
             files_begun = _begun(places)
             if self._server is not None:

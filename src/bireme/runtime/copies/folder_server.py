@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, TypeVar
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest, path_within
-from bireme.pieces import PIECE_BYTES, RECORD, Came, FileIdentity, PieceFile, as_ranges, check_here
+from bireme.pieces import PIECE_BYTES, Came, FileIdentity, PieceFile, as_ranges, check_here, is_record
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
 
@@ -92,7 +92,7 @@ class FolderServer(RequestServer):
         found = [
             ("" if path == root else path.relative_to(root).as_posix(), FileIdentity.of(path))
             for path in paths
-            if not RECORD.fullmatch(path.name)
+            if not is_record(path)
         ]
         talk.say({"files": [[name, one.num_bytes, one.changed_ns] for name, one in found]})
 

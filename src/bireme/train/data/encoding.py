@@ -478,14 +478,14 @@ def token_folder(source: TextFiles | SavedRows, tokenizer: Tokenizer | None) -> 
     return cache_folder() / "tokens" / sha256(words.encode()).hexdigest()[:24]
 
 
-_TOKENS, _ENDS, _RECORD = "tokens.bin", "ends.bin", "corpus.json"
+_TOKENS, _ENDS, CORPUS = "tokens.bin", "ends.bin", "corpus.json"
 
 
 def kept_tokens(folder: Path, source: TextFiles | SavedRows | None = None) -> Tokens | None:
     """The tokens in a folder of the cache or one from there, None where they are not all there."""
     bring(folder / _ENDS)
     try:
-        record = read_json(folder / _RECORD, _Record)
+        record = read_json(folder / CORPUS, _Record)
         ids = np.memmap(folder / _TOKENS, record.dtype, mode="r")
         ends = np.memmap(folder / _ENDS, np.int64, mode="r")
     except (BiremeError, OSError, TypeError, ValueError):
@@ -556,4 +556,4 @@ def _write(
         num_replaced=len(replaced),
         replaced=tuple(replaced[:_MOST_NAMED]),
     )
-    write_text_atomically(folder / _RECORD, record.model_dump_json(indent=2) + "\n")
+    write_text_atomically(folder / CORPUS, record.model_dump_json(indent=2) + "\n")

@@ -25,7 +25,7 @@ from bireme.files import write_text_atomically
 from bireme.model.graph import Value, evaluate
 from bireme.model.own_model import generators_restored
 from bireme.train.data.documents import Cut, DocumentSamples, EvenPieces, HeldRows, StreamSamples, held_apart
-from bireme.train.data.encoding import AnswerRows, kept_tokens, token_folder, tokenized
+from bireme.train.data.encoding import CORPUS, AnswerRows, kept_tokens, token_folder, tokenized
 from bireme.train.data.hub import Content, SavedRows, is_hub
 from bireme.train.data.mixture import MixedSamples, MixedSource, order_of, sources_of
 from bireme.train.data.placing import SampleOrder
@@ -244,7 +244,8 @@ class EncodedSource:
     def at(cls, folder: Path) -> Self | None:
         """The source in a folder; None if the folder is no such source."""
         path = folder / _ABOUT
-        return read_dataclass(path, cls, number=1) if path.is_file() else None
+        is_one = path.is_file() and (folder / CORPUS).is_file()  # data of the user may have either name
+        return read_dataclass(path, cls, number=1) if is_one else None
 
     def write(self, folder: Path) -> None:
         """Describe the tokens in a folder of the cache, for the machines that fetch them."""
