@@ -6,6 +6,7 @@ no other.
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
@@ -22,13 +23,15 @@ from bireme import pieces
 from bireme.model.graph_file import load_graph
 from bireme.model.stage import StageFunction
 from bireme.model.units import units_of
-from bireme.pieces import partial_files
+from bireme.pieces import PIECE_BYTES, partial_files
 from bireme.plan.plan_file import load_plan, write_plan
 from bireme.runtime.copies import folder_server
+from bireme.runtime.evaluation import Evaluation
 from bireme.runtime.stores import HashStore
 from bireme.schedule.instruction import Item
-from bireme.train import fetched, shared_model
+from bireme.train import evaluating, fetched, shared_model
 from bireme.train.checkpoint.checkpoint import MachinesNote, newest_good
+from bireme.train.data.samples import Samples
 from bireme.train.fetched import FetchProgress
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.generating import WritingStyle, writer_of
@@ -167,6 +170,47 @@ def test_another_machine_reads_the_tensors_of_a_checkpoint_where_the_first_one_h
     assert path.name == first.name
     assert found.keys() == wanted.keys() == set(learned)
     assert all(torch.equal(found[name], wanted[name]) for name in learned)
+
+
+def test_another_machine_evaluates_pieces_of_the_tokens_that_the_first_one_has_made(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched, "WHOLE_BYTES", PIECE_BYTES)
+    monkeypatch.setenv(RUNS, str(tmp_path / "runs"))
+    monkeypatch.setattr(shared_model, "host_name", lambda: str(get_ident()))
+    source, store, exists, other = tmp_path / "book.txt", HashStore(), Path.exists, list[int]()
+    source.write_text("".join(f"{number} is a number.\n" for number in range(20_000)))
+    monkeypatch.setattr(
+        Path, "exists", lambda path: exists(path) and (path != source or get_ident() not in other)
+    )
+
+    def samples_of(rank: int) -> tuple[Samples, Tensor]:
+        world: Any = SimpleNamespace(rank=rank, size=2, store=store)
+        other.extend([get_ident()] * rank)
+        with closing(ModelFiles(world, str(run) if rank == 0 else "/nowhere/run")) as files:
+            found = list[Samples]()
+
+            def measure(job: evaluating._Job | None) -> Any:
+                shared = files.share(job, evaluating._JOB)
+                found.append(evaluating._found(shared, RunModel.of(shared.run, 1)).training)
+                return {"": Evaluation(1.0, 1.0, 1)}, 1.0
+
+            if rank:
+                measure(None)
+            else:
+                given: Any = {"most_batches": None, "workers": 2, "progress": lambda *_: None}
+                evaluating.evaluate(files.find((), print), str(source), measure=measure, **given)
+            ids = found[0].take([len(found[0]) - 1])["input_ids"]
+            store.set(f"read/{rank}", "")
+            store.wait(["read/0", "read/1"])
+        return found[0], ids
+
+    (first, wanted), (samples, ids) = run_threads(2, samples_of)
+    assert len(first) == len(samples)
+    assert torch.equal(ids, wanted)
+    (file,) = partial_files(tmp_path / "runs")
+    assert file.path.name == "tokens.bin"
+    assert 0 < len(file.missing()) < file.num_pieces
 
 
 def test_another_machine_fetches_the_weights_of_its_stages_and_after_a_resume_those_of_the_base(

@@ -354,7 +354,7 @@ def evaluate(
         save_graph(graph, path)
         job = replace(job, num_stages=num_stages, graph=path)
         if measure is not None:
-            found, seconds = measure(job)
+            found, seconds = measure(replace(job, tokens=held.token_folders()))
         else:
             machines = machines_here(job.run.with_keys("cluster", source=None, workers=num_stages))
             job = replace(job, device=machines.device)

@@ -13,7 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -49,7 +49,8 @@ from bireme.train.subject import Subject, subject_of
 class ModelWork:
     """Work with the model of `run` and the weights of `subject`, for all processes. `graph` is a file with
     the captured model; None if each process captures the model, or needs no graph. Work that `reads_data`
-    needs the files of `run` with data too.
+    needs the files of `run` with data too; other machines fetch instead the folders with their `tokens`, by
+    the resolved paths of these files.
     """
 
     reads_data: ClassVar = True
@@ -57,6 +58,7 @@ class ModelWork:
     subject: Subject
     run: RunFile
     graph: Path | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -144,7 +146,8 @@ class ModelFiles:
         """The work with absolute paths, of files that this machine serves from now on."""
         work = replace(work, run=with_absolute_paths(work.run, Path.cwd()))
         path, holders = work.subject.checkpoint, work.subject.holders
-        own = self._folders.served(None if path is None else path.parents[1], work.files)
+        roots = [work.tokens.get(str(Path(one).resolve()), one) for one in work.files]
+        own = self._folders.served(None if path is None else path.parents[1], roots)
         if path is not None and not holders.files:
             names = (one.name for one in open_checkpoint(path).manifest.files)
             holders = Holders({f"{_name_in_run(path)}/{name}": (own,) for name in names})
