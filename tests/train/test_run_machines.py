@@ -42,19 +42,23 @@ class _Machines:
         return self.folder / f"machine-{number}" / "run"
 
     @contextmanager
-    def started(self, *words: str) -> Iterator[list[Running]]:
+    def started(self, *words: str, first: int = 0) -> Iterator[list[Running]]:
         port = str(free_port())
         with ExitStack() as stack:
-            yield [stack.enter_context(self._launcher(number, port, *words)) for number in range(self.count)]
+            yield [
+                stack.enter_context(self._launcher((first + place) % self.count, place, port, *words))
+                for place in range(self.count)
+            ]
 
     @contextmanager
-    def _launcher(self, number: int, port: str, *words: str) -> Iterator[Running]:
+    def _launcher(self, number: int, place: int, port: str, *words: str) -> Iterator[Running]:
         run = self.run(number)
-        variables = {"RANK": str(number), "WORLD_SIZE": str(self.count), "GROUP_RANK": str(number)}
+        run.parent.mkdir(exist_ok=True)
+        variables = {"RANK": str(place), "WORLD_SIZE": str(self.count), "GROUP_RANK": str(place)}
         variables |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PACE: "0.1"}
         own = settings(log__folder=run.parent)
         process = Copy(
-            ["-m", "bireme", "train", str(self.path), *own, *words], self.folder, variables=variables
+            ["-m", "bireme", "train", str(self.path), *own, *words], run.parent, variables=variables
         )
         try:
             yield Running(process, run, process.err)
@@ -113,6 +117,25 @@ def test_a_pipeline_over_machines_without_a_shared_folder_resumes_after_the_firs
     status, _, err = bireme("evaluate", str(second), folder=tmp_path)
     assert status == 2
     assert "lacks rank-0000.safetensors: rank-0000.safetensors was written on" in err
+
+
+@pytest.mark.slow
+def test_another_machine_leads_with_the_data_that_it_has_fetched(tmp_path: Path) -> None:
+    """The first machine alone had the text, which is nowhere now. It comes back, and fetches the tokens."""
+    machines = _Machines(tmp_path, 2)
+    text = machines.run(0).parent / "book.txt"
+    text.parent.mkdir()
+    text.write_text("".join(f"{number} is a number.\n" for number in range(3_000)))
+    more = settings(data__source="/proc/self/cwd/book.txt")
+    for first, steps in ((0, 8), (1, 12)):
+        with machines.started(*more, *settings(training__steps=steps), first=first) as started:
+            ended = [one.ended() for one in started]
+        assert [one.status for one in ended] == [0, 0], ended
+        if not first:
+            shutil.rmtree(text.parent)
+    assert "resumes after step 8 of 12" in ended[0].err
+    for number in range(2):
+        assert (machines.run(number) / "files" / "0-book.txt" / "tokens.bin").is_file()
 
 
 @pytest.mark.slow

@@ -170,7 +170,18 @@ class RunFolder:
         """
         own = settings_within(load_run_file(self.run_file), self.path)
         run = with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
-        return self.completed(with_paths_of_machine(run, self.fetched_paths()))
+        return self.completed(self.with_fetched(run))
+
+    def with_fetched(self, run: RunFile) -> RunFile:
+        """The run with the files that this machine has fetched, in place of those that it does not have."""
+        base, here = Path.cwd(), dict[str, str]()
+        for there, own in self.fetched_paths().items():
+            if not Path(there).exists() and Path(own).exists():
+                path = Path(there)
+                here |= {there: own} | (
+                    {str(path.relative_to(base)): own} if path.is_relative_to(base) else {}
+                )
+        return with_paths_of_machine(run, here)
 
     def completed(self, run: RunFile) -> RunFile:
         """The run with what follows from its data, if this folder has begun it: steps of epochs, length."""

@@ -214,7 +214,7 @@ def set_up_run(
     begun = _begun(named, environment)
     if begun is not None:
         begun.restore(tell)
-        named = begun.completed(named)
+        named = begun.completed(begun.with_fetched(named))
         check_finds_checkpoints(named, begun)
         if is_mode_chosen and begun.is_begun:
             named = with_kept_mode(named, begun, sum(map(len, nodes.values())))

@@ -413,7 +413,10 @@ class MachineFolders:
             if self._server is not None:
                 self._server.roots = tuple(Path(here.get(path, path)) for path in paths)
             bring_first(files_begun, progress)
-        write_text_atomically(folder.fetched, json.dumps(here) + "\n")
+        # Paths of earlier starts stay: this machine finds them in the run file if it becomes the first.
+        before = folder.fetched_paths().items()
+        known = {path: own for path, own in before if not Path(path).exists()} | here
+        write_text_atomically(folder.fetched, json.dumps(known) + "\n")
         return here
 
     def begin(self, folder: RunFolder, run: RunFile, note: MachinesNote) -> None:
