@@ -1,6 +1,7 @@
 """The race's own arithmetic, what it resumes, and that contenders train the same model in the same way."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from torch import nn
 
 from benchmarks.common import made
 from benchmarks.common.paced import PacedNorm
-from benchmarks.race import FAR, rows_of, verdicts
+from benchmarks.race import FAR, SLOW_HOST, rows_of, verdicts
 from benchmarks.racing import task
 from benchmarks.racing.contenders import CHOSEN, CONTENDERS, RIVALS
 from benchmarks.racing.field import LEARNING, SETTINGS
 from benchmarks.racing.rank import Reached
-from benchmarks.racing.results import Results, crossing, curve_document, drawn, loss_at
+from benchmarks.racing.results import Results, crossing, curve_document, curve_of, drawn, loss_at
 from benchmarks.racing.runs import LIMITS, Limits, Race
 from bireme.report.markup import svg
 from tests.support.extent import TRY_ALL
@@ -87,6 +88,30 @@ def test_goals_are_judged_by_who_has_reached_the_loss() -> None:
 def test_goals_compare_the_seeds_that_both_have_run() -> None:
     rows = [row(CHOSEN, 10.0, 30.0, 30.0), row("diloco", 16.0)]
     assert {one.value for one in verdicts(FAR, rows)} == {1.6, 1 / 1.6}
+
+
+def seconds_of(results: Results, setting: str, name: str) -> Iterator[str]:
+    for one in results.find("race", setting=setting, contender=name):
+        crossed = crossing(curve_of(one), LIMITS.target)
+        assert crossed is not None
+        yield f"{crossed[1]:.1f}"
+
+
+def test_the_page_has_the_seconds_of_the_file() -> None:
+    """One seed of the page was rounded up that its median rounds down."""
+    docs = Path(__file__).parents[2] / "docs"
+    tables = (docs / "race.md").read_text(encoding="utf-8").partition("## Figures")[2].split("\n\n")
+    tables = [table for table in tables if table.startswith("| contender")][:3]
+    results = Results(docs / "race.jsonl")
+    for table, settings in zip(tables, [(FAR,), (SLOW_HOST,), ("1gbit", "unshaped")], strict=True):
+        rows = [line.replace("*", "").split(" | ") for line in table.splitlines()[2:]]
+        for place, setting in enumerate(settings):
+            measured = [
+                [f"{row['seconds']:.1f}", ", ".join(seconds_of(results, setting, row["contender"]))]
+                for row in rows_of(results, setting, LIMITS.target)
+            ]
+            for row in rows:
+                assert row[1 + 3 * place : 3 + 3 * place] in measured, row
 
 
 def test_what_a_file_has_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
