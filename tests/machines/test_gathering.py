@@ -223,7 +223,7 @@ def test_mistakes_of_who_types_end_with_status_2(
         ("join", where, "--token", token): f"nothing listens at its port {port}. Start `bireme coordinate`",
         ("join", where, "--token", token[:-1]): "That is not a whole token",
         ("join", "here"): "is not of the form HOST:PORT",
-        ("coordinate", "--machines", "3..2"): "the range must rise",
+        ("coordinate", "--machines", "3..2"): "a range that rises",
         ("coordinate", "--machines", "1"): "Use bireme train",
         ("coordinate", "--wait", "3"): "--wait is for a range",
         ("coordinate", "--set", "sync.mode=qourum"): "qourum",

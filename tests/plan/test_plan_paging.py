@@ -347,8 +347,12 @@ def test_below_the_least_budget_the_error_names_a_number_that_fits() -> None:
         found(TierLimits(20 * MB), is_small=True)
     number = least_bytes(refused.value)
     assert found(TierLimits(number), is_small=True).best.plan.paging is not None
-    with pytest.raises(BiremeError, match=rf"\({number} bytes\)"):
+    given = rf"\({number} bytes\), and is .* \({number - 1} bytes\)\. Set memory.device to {number} or more\."
+    with pytest.raises(BiremeError, match=given) as refused:
         found(TierLimits(number - 1), is_small=True)
+    would, _, few = str(refused.value).partition("Not enough alone")
+    assert "share the optimizer" in few, "it was tried with all memory of the devices, and would do"
+    assert would.endswith("without offloading. ")
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_tokens_that_write_spaces_as_letters_count_them_as_one_byte() -> None:
 # --- what is wrong ----------------------------------------------------------------------------------------
 
 WRONG: list[tuple[list[str], str]] = [
-    (["nowhere"], "There is no folder nowhere. Name the folder of a run"),
+    (["nowhere"], "nowhere is not a folder. Name the folder of a run"),
     (["texts"], "neither the folder of a run nor that of a model"),
     (["model"], "is a model without data. Name some to evaluate with: --data FILE"),
     (["model", "--data", "nothing.txt"], "has no text in it"),

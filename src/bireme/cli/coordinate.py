@@ -220,7 +220,9 @@ def _counts(text: str) -> tuple[int, int]:
         raise BiremeError(f"--machines is {text!r}: give a number such as 3, or a range such as 2..4.")
     least, most = int(first), int(last) if dots else int(first)
     if not 1 <= least <= most:
-        raise BiremeError(f"--machines is {text!r}: the range must rise, from 1 on.")
+        raise BiremeError(
+            f"--machines is {text!r}: give 1 or more machines, or a range that rises, such as 2..4."
+        )
     return least, most
 
 

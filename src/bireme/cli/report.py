@@ -158,7 +158,7 @@ def ledger(folder: Path, as_json: bool = False) -> None:
     from bireme.sync.coordinator.samples import LEDGER
 
     if not folder.is_dir():
-        raise BiremeError(f"There is no folder {folder}. Name the folder of a run.")
+        raise BiremeError(f"{folder} is not a folder. Name the folder of a run.")
     found = check_ledger(folder / LEDGER)
     if as_json:
         print_json(found.document())

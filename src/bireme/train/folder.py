@@ -149,7 +149,7 @@ class RunFolder:
         """The folder of a run that was begun."""
         folder = cls(path)
         if not path.is_dir():
-            raise BiremeError(f"There is no folder {path}. Name the folder of a run.")
+            raise BiremeError(f"{path} is not a folder. Name the folder of a run.")
         missing = [one.name for one in (folder.run_file, folder.plan, folder.graph) if not one.is_file()]
         if missing:
             raise BiremeError(

@@ -349,7 +349,7 @@ def subject_of(text: str, sets: Sequence[str], tell: Tell) -> Subject:
     path = Path(text.removeprefix("hf:")).expanduser()
     if not path.is_dir():
         raise BiremeError(
-            f"There is no folder {path}. Name the folder of a run, of a model that a run has exported, or of "
+            f"{path} is not a folder. Name the folder of a run, of a model that a run has exported, or of "
             "a transformers model. Nothing is downloaded."
         )
     if RunFolder(path).run_file.is_file():

@@ -131,7 +131,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
 def given_up(request: PlanRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts of the request about a plan's shape, in words, and the request without each."""
     if request.schedule != "auto":
-        yield "another schedule (auto)", {"schedule": "auto"}
+        yield 'another schedule (plan.schedule = "auto")', {"schedule": "auto"}
     for name in ("depth", "width"):
         value = getattr(request, name)
         if value is not None:

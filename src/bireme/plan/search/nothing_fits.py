@@ -30,8 +30,6 @@ from bireme.schedule.catalogue import schedule_named
 _ADAPTER_SHARE = 0.02
 """Of the weights: what an adapter of LoRA takes at most, in a model of billions of parameters."""
 
-_HOW_TO_OFFLOAD = '--device-memory auto, memory.device = "auto"'
-
 _MOST_ASKED = 40
 """Pairs of a shape and a mapping that are asked whether they fit."""
 
@@ -169,14 +167,14 @@ class Remedies:
     def _try_changes(self) -> None:
         request, profile = self._request, self._problem.profile
         if request.recompute is Recompute.NEVER:
-            self._try("recomputation (recompute)", recompute=Recompute.WHERE_NEEDED)
+            self._try("recomputation (plan.recompute)", recompute=Recompute.WHERE_NEEDED)
         self._try_smaller()
         if request.memory_fraction < 1:
-            self._try("all of the devices' memory (memory_fraction 1)", memory_fraction=1.0)
+            self._try("all of the devices' memory (plan.memory_fraction = 1)", memory_fraction=1.0)
         self._try_giving_up()
         self._try_offloading()
         if _learns_all(profile):
-            words = f"LoRA (lora-rank) with an adapter of at most {_ADAPTER_SHARE:.0%} of the weights"
+            words = f"LoRA (model.lora) with an adapter of at most {_ADAPTER_SHARE:.0%} of the weights"
             self._record(words, fits=self._fits(profile=_with_adapter(profile)))
         self._try_sharing()
 
@@ -229,18 +227,18 @@ class Remedies:
         if batch >= smallest and not fits and self._fits(batch_size=batch, largest_batch=None):
             self.enough.append(f"a batch of {batch} samples")
         half = _with_costs(profile, lambda cost: cost, None, 0.5)  # of attention it would be a quarter
-        self._record("samples of half the length (length)", fits=self._fits(half))
+        self._record("samples of half the length (data.length)", fits=self._fits(half))
 
     def _try_offloading(self) -> None:
         """The host's memory, and the disk where its size is known."""
         request = self._request
         if request.memory is None:
-            self._try(f"offloading to the host ({_HOW_TO_OFFLOAD})", memory=TierLimits())
+            self._try('offloading to the host (memory.device = "auto")', memory=TierLimits())
         has_disk = all(server.disk_bytes for server in self._problem.cluster.servers)
         allows_disk = request.memory is not None and request.memory.disk_bytes != 0
         if has_disk and not allows_disk:
             limits = replace(request.memory or TierLimits(), disk_bytes=None)
-            self._try("offloading to the disk too (disk)", memory=limits)
+            self._try("offloading to the disk too (memory.disk)", memory=limits)
 
     def _try_sharing(self) -> None:
         """Replicas that share an optimizer."""
@@ -253,7 +251,7 @@ class Remedies:
         may_share = not any(exclusion("shard-optimizer", name) for name, is_used in uses.items() if is_used)
         has_replicas = request.width != 1 and len(self._problem.devices) > 1
         if request.shard == "none" and has_replicas and may_share:
-            self._try("replicas that share the optimizer (shard optimizer)", shard="optimizer", memory=None)
+            self._try('replicas that share the optimizer (memory.shard = "optimizer")', shard="optimizer")
 
     def _more_memory(self) -> None:
         """More memory on the devices that lack some, or more devices."""
@@ -266,7 +264,9 @@ class Remedies:
         where = f"{'each of ' if len(short) > 1 else ''}{', '.join(short)}"
         if len(short) > _MOST_NAMED:
             where = f"each of {len(short)} devices"
-        self.enough.append(f"{bytes_text(nothing.missing_bytes / request.memory_fraction)} more on {where}")
+        without = " without offloading" * (request.memory is not None)
+        more_bytes = bytes_text(nothing.missing_bytes / request.memory_fraction)
+        self.enough.append(f"{more_bytes} more on {where}{without}")
         is_fixed = request.depth is not None or isinstance(request.stage_widths, tuple)
         more = None if is_fixed else _devices_more(self._problem, nothing)
         if more is not None:

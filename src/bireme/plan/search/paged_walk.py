@@ -147,12 +147,14 @@ class PagedWalk:
             return self._error or NoRoomError("No plan can offload: there is none to begin with.")
         needed, place = min((self._needed_bytes(*one), place) for place, one in enumerate(self._too_large))
         num_bytes, least = math.ceil(needed), self._too_large[place][0]
-        request = self._problem.request
-        assert request.memory is not None, "who pages may"
-        given = min(self._problem.limits[device] for row in least.grid for device in row)
+        devices = [device for row in least.grid for device in row]
+        given = math.floor(min(self._problem.limits[device] for device in devices))
+        is_asked = num_bytes <= min(self._problem.room[device] for device in devices)
+        remedy = f" Set memory.device to {num_bytes} or more." if is_asked else ""
         return NoRoomError(
-            f"No plan fits, even with offloading: the device memory of each process must be at least "
-            f"{bytes_text(num_bytes)} ({num_bytes} bytes), and is {bytes_text(given)}."
+            "No plan fits, even with offloading: the device memory of each process must be at least "
+            f"{bytes_text(num_bytes)} ({num_bytes} bytes), and is {bytes_text(given)} ({given} bytes)."
+            f"{remedy}"
         )
 
     def _first(self, seed: Draft) -> Iterator[Draft]:
