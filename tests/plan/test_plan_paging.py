@@ -327,7 +327,7 @@ def test_stages_that_share_weights_are_refused_to_update_apart() -> None:
 @pytest.mark.slow
 def test_where_the_optimizer_cannot_step_on_the_host_it_steps_on_the_device_or_a_wish_is_refused() -> None:
     for machines, schedule, why in (
-        (None, "2bw-fresh", "no stage of the plan can"),
+        (None, "2bw-fresh", "each trial step of 2bw-fresh"),
         (Cluster((Server("a", (Device("card", "cuda", 10**9),)),)), "1f1b", "the plan may use GPUs"),
     ):
         paging = stepping("auto", machines, schedule=schedule).best.plan.paging

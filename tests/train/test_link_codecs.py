@@ -80,6 +80,8 @@ def test_a_boundary_that_the_plan_does_not_have_is_refused() -> None:
     run = load_run_file(None, ['links.boundaries=[{boundary = "2-3", forward = "int8"}]'])
     with pytest.raises(BiremeError, match="the plan has 3 stages"):
         check_boundaries(run, PLAN)
+    with pytest.raises(BiremeError, match="the plan has one stage, so nothing is sent between stages"):
+        check_boundaries(run, Plan((), 2, "1f1b"))
 
 
 def test_a_codec_without_a_boundary_to_send_over_is_said() -> None:

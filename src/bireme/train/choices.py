@@ -259,6 +259,11 @@ def with_own_codecs(found: SavedPlan, run: RunFile) -> SavedPlan:
 def check_boundaries(run: RunFile, plan: Plan) -> None:
     """Refuse codecs for boundaries that the plan does not have, and codecs of one's own that are wrong."""
     for one in run.links.boundaries or ():
+        if plan.num_stages == 1:
+            raise BiremeError(
+                f"links.boundaries names the boundary {one.boundary}, but the plan has one stage, so nothing "
+                "is sent between stages. Leave links.boundaries out, or set plan.depth to 2 or more."
+            )
         if one.number >= plan.num_stages - 1:
             raise BiremeError(
                 f"links.boundaries names the boundary {one.boundary}, but the plan has {plan.num_stages} "

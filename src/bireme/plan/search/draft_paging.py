@@ -411,11 +411,15 @@ def paging_of(
         return None
     if host_updates and not any(tiers.host_updates for tiers in cut if tiers is not None):
         if asked is not None and asked.optimizer == "host":
+            if is_summed:
+                why = "gradients that are summed over replicas, or over stages that share weights, stay there"
+            elif draft.rule is Rule.FRESH:
+                why = f"each trial step of {draft.outline.schedule} needs the optimizer's state there"
+            else:
+                why = "the host has no memory for the optimizer's state, or too little of it is offloaded"
             raise BiremeError(
-                "The optimizer is to step on the host, but no stage of the plan can: its gradients are "
-                "summed over replicas or over stages that share weights, its updates are fresh (2bw-fresh), "
-                "it has no host memory, or what its optimizer remembers is too little to be offloaded. Let "
-                "the optimizer step on the device."
+                'memory.optimizer is "host", but all stages of the plan must be updated on the device: '
+                f'{why}. Set memory.optimizer to "auto".'
             )
         paging = replace(paging, host_updates=False)
     return paging.with_chunks(cut)
@@ -448,8 +452,8 @@ def update_places(problem: PlanningProblem) -> tuple[bool, ...]:
     has_gpus = any(devices[one].device.kind == "cuda" for one in problem.devices)
     if asked == "host" and has_gpus:
         raise BiremeError(
-            "The optimizer is to step on the host, which Bireme's engine does for devices that are "
-            "processors, but the plan may use GPUs. Let the optimizer step on the device."
+            'memory.optimizer is "host", which Bireme supports for devices that are processors, but the plan '
+            'may use GPUs. Set memory.optimizer to "auto".'
         )
     if asked == "auto":
         return (False,) if has_gpus else (True, False)
