@@ -258,7 +258,7 @@ def test_a_chat_is_asked_by_the_template_and_ends_with_the_answer(tmp_path: Path
     writer.write(said)
     assert [one.prompt for one in said.found] == ["value?", "other"]
     assert "".join(said.pieces) == "".join(one.text for one in said.found)
-    first, ends = generating._first(subject, writer.tokenizer, style, "value?")
+    first, ends = generating._first(subject, writer.model, writer.tokenizer, style, "value?")
     assert writer.tokenizer.marked(first) == "[user]value?<end>[assistant]"
     assert writer.tokenizer.encode("<end>")[0] in ends
     assert said.found[0].num_prompt_tokens == len(first)
@@ -289,6 +289,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     )
     with pytest.raises(BiremeError, match="The tokenizer has 257 tokens but the model 50"):
         writer_of(subject, WritingStyle(1, 0.0, 0), ["a"], lambda _done, _what: None)
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    """It ended in an index error: a model may lack an added token that ordinary text does not have."""
+    transformers: Any = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_tokenizer(tmp_path))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    save_llama(tmp_path, vocab_size=(num_tokens := len(tokenizer) - 1))
+    subject = subject_of(str(tmp_path), [], lambda _: None)
+    refused = f"The prompt has '<image>', token {num_tokens} .* the model has only {num_tokens} tokens"
+    with pytest.raises(BiremeError, match=refused):
+        writer_of(subject, WritingStyle(1, 0.0, 0), ["def <image>"], lambda _done, _what: None)
 
 
 def test_the_folder_of_an_adapter_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -287,7 +287,7 @@ def writer_of(
     model = RunModel.of(run, 1)
     _check_writes(model, subject.name)
     tokenizer = _tokenizer_of(model)
-    begun = [_first(subject, tokenizer, style, prompt)[0] for prompt in prompts or [""]]
+    begun = [_first(subject, model, tokenizer, style, prompt)[0] for prompt in prompts or [""]]
     config: Any = model.source.base.config if folder_of(run.model.source) is not None else None
     context = None if config is None else context_of(config.to_dict())
     decoder = decoder_of(model.source.model)
@@ -335,7 +335,7 @@ def _write_part(world: World, work: _Writing, ask: Ask, model: RunModel | None =
             prompt, name = None, f"text/{number}"
             if world.rank == 0:
                 prompt = ask("prompt")
-                begin = None if prompt is None else _first(work.subject, tokenizer, style, prompt)
+                begin = None if prompt is None else _first(work.subject, model, tokenizer, style, prompt)
                 talk.say(name, begin and [begin[0], [*begin[1]]])
             if (told := talk.hear(name)) is None:
                 return
@@ -413,7 +413,7 @@ def _check_writes(model: RunModel, name: str) -> None:
 
 
 def _tokenizer_of(model: RunModel) -> Tokenizer:
-    """The tokenizer of a run, all of whose tokens the model knows."""
+    """The tokenizer of a run. The model has all tokens of ordinary text."""
     vocabulary = vocabulary_of(model.source.base)
     tokenizer = load_tokenizer(
         model.run.data.tokenizer,
@@ -425,21 +425,27 @@ def _tokenizer_of(model: RunModel) -> Tokenizer:
 
 
 def _first(
-    subject: Subject, tokenizer: Tokenizer, style: WritingStyle, prompt: str
+    subject: Subject, model: RunModel, tokenizer: Tokenizer, style: WritingStyle, prompt: str
 ) -> tuple[list[int], frozenset[int]]:
     """The ids of a prompt, and those that end the text."""
+    answer: list[int] = []
     if style.is_chat:
         form = chat_form(tokenizer)
         example = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "1"}]
         row = form.encode(example, "the prompt")
-        return form.question(prompt), end_ids(subject.run, tokenizer, row.ids[row.counts].tolist())
-    ends = end_ids(subject.run, tokenizer)
-    if isinstance(tokenizer, FolderTokenizer) and subject.step is None:
+        ids, answer = form.question(prompt), row.ids[row.counts].tolist()
+    elif isinstance(tokenizer, FolderTokenizer) and subject.step is None:
         # A model that Bireme did not train begins texts as its own tokenizer does.
         ids = [int(one) for one in tokenizer.backend(prompt)["input_ids"]]
     else:
         ids = tokenizer.encode(prompt)
-    return ids or [tokenizer.end_of_text or 0], ends
+    vocabulary = vocabulary_of(model.source.base)
+    if vocabulary is not None and max(ids, default=0) >= vocabulary:
+        raise BiremeError(
+            f"The prompt has {tokenizer.marked([max(ids)])!r}, token {max(ids)} of the tokenizer, but the "
+            f"model has only {vocabulary} tokens. Write the prompt without it."
+        )
+    return ids or [tokenizer.end_of_text or 0], end_ids(subject.run, tokenizer, answer)
 
 
 class _Text:

@@ -58,12 +58,12 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocabulary: int | None) -> None:
-    """All that a tokenizer makes of ordinary text must be tokens of the model."""
+    """Refuse a tokenizer that makes ids of ordinary text that the model does not have."""
     if vocabulary is not None and tokenizer.num_learned > vocabulary:
         raise BiremeError(
             f"The tokenizer has {tokenizer.num_tokens} tokens but the model {vocabulary}, so some ids "
             "are outside the model's vocabulary. Use the model's own tokenizer, or a "
-            f"model with {tokenizer.num_tokens} tokens or more."
+            f"model with {tokenizer.num_learned} tokens or more."
         )
 
 
