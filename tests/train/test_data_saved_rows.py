@@ -170,6 +170,25 @@ def test_what_the_package_saved_is_read(tmp_path: Path) -> None:
         assert tokenized(text, ByteTokenizer()).ids.tolist() == [97, 256, 98, 256]
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("rows.jsonl", '{"prompt": "1 + 1 =", "completion": " 3", "label": LABEL}'),
+        ("rows.json", '[{"messages": [], "label": LABEL}]'),
+        ("rows.csv", "prompt,completion,label\n1 + 1 =, 3,LABEL\n"),
+    ],
+)
+def test_answers_that_are_marked_as_bad_are_not_learned(name: str, row: str, tmp_path: Path) -> None:
+    """TRL's preferences without pairs look like prompts with good answers."""
+    pytest.importorskip("datasets")
+    bad, other = ("False", "sums") if name.endswith("csv") else ("false", '"sums"')
+    (tmp_path / name).write_text(row.replace("LABEL", bad))
+    with pytest.raises(BiremeError, match="'label' that tells good answers from bad ones"):
+        open_source(str(tmp_path / name))
+    (tmp_path / name).write_text(row.replace("LABEL", other))
+    assert isinstance(open_source(str(tmp_path / name)), SavedRows)
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "folder/rows.csv"])
 def test_all_of_a_csv_file_is_text(name: str, tmp_path: Path) -> None:
     """An answer of digits was refused as a number, and the answer NA was a row without an answer."""

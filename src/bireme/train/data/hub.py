@@ -37,6 +37,8 @@ from bireme.train.data.text_files import PIECE_BYTES, Named, Passage
 # from a file of JSON lines, which is read here. Only the columns that are learned are read.
 
 IDS, _LABELS = "input_ids", "labels"
+_IS_GOOD = "label"
+"""Whether the answer of a row is a good one, in preferences without pairs."""
 _CHATS = ("messages", "conversations")
 _LIKELY = (IDS, "text", *_CHATS)
 """Columns to take if none is named, the likeliest first."""
@@ -266,6 +268,11 @@ def _layout(
         raise BiremeError(f"The dataset in {origin} has no column {chosen!r}. {closest(chosen, columns)}")
     if first is None:
         raise BiremeError(f"The dataset in {origin} has no rows, so there is nothing to train on.")
+    if (pair or chosen in _CHATS) and str(first.get(_IS_GOOD)) in ("True", "False"):
+        raise BiremeError(
+            f"The dataset in {origin} has a column {_IS_GOOD!r} that tells good answers from bad ones, and "
+            "Bireme would learn both. Keep the rows whose answers are good, without that column."
+        )
     if pair is not None and is_text(pair[0]):
         further = [name for name in ALPACA[2:] if name in columns and pair[0] == ALPACA[0]]
         return (*pair, *further), Content.PAIRS
