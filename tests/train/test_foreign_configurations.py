@@ -95,7 +95,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "tags": tags,
     }
     odd = {"file_name": "odd.json", "columns": {"prompt": "question"}}
-    listing = {"chats": chats, "odd": odd, "alpaca": {"file_name": "alpaca.json"}}
+    hub = {"hf_hub_url": "me/rows", "subset": "en", "split": "held"}
+    listing = {"chats": chats, "odd": odd, "alpaca": {"file_name": "alpaca.json"}, "hub": hub}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listing))
     return tmp_path
 
@@ -175,6 +176,12 @@ def test_llama_factory_s_lora_is_translated_with_its_defaults(here: Path) -> Non
         (FACTORY, {"dataset": "alpaca"}, {"data.source": "data/alpaca.json"}),
         (FACTORY, {"eval_dataset": "alpaca"}, {"data.evaluation_source": "data/alpaca.json"}),
         (FACTORY, {"report_to": "tensorboard"}, {"log.tensorboard": True}),
+        (FACTORY, {"max_samples": 90}, {"data.source": "hf:data/chats.jsonl,split=train[:90]"}),
+        (
+            FACTORY,
+            {"dataset": "hub", "eval_dataset": "hub", "max_samples": 90},
+            {"data.evaluation_source": "hf:me/rows,config=en,split=held[:90]"},
+        ),
     ],
 )
 def test_keys_have_their_meaning(

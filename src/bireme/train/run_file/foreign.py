@@ -409,11 +409,14 @@ def _check_messages(reader: Translation, dataset: dict[str, Any]) -> None:
         del dataset["roles"]
 
 
-def _source(path: str, config: Any = None, split: Any = None) -> str:
-    """A file or folder that is there or looks like one, else a dataset of the Hub."""
+def _source(path: str, config: Any = None, split: Any = None, most: int = 0) -> str:
+    """A file or folder that is there or looks like one, else a dataset of the Hub; its first rows if there
+    are at `most` so many.
+    """
     is_file = Path(path).exists() or path.startswith((".", "/", "~")) or bool(Path(path).suffix)
-    if is_file and not config:
+    if is_file and not (config or most):
         return path
+    split = f"{split or 'train'}[:{most}]" if most else split
     options = (("config", config), ("split", split))
     return ",".join([f"hf:{path}", *(f"{name}={value}" for name, value in options if value)])
 
@@ -443,10 +446,10 @@ def _read_factory(reader: Translation) -> None:
     if (template := reader.take("template")) is not None:
         reader.idle[f"template = {template}"] = "conversations get the template in the tokenizer's folder"
     folder = Path(str(reader.take("dataset_dir", "data")))
-    names = str(reader.take("dataset", ""))
-    _read_entry(reader, folder, names, stage, "data.source")
+    names, most = str(reader.take("dataset", "")), reader.whole("max_samples")
+    _read_entry(reader, folder, names, stage, "data.source", most)
     if (held := reader.take("eval_dataset")) is not None:
-        _read_entry(reader, folder, str(held), stage, "data.evaluation_source")
+        _read_entry(reader, folder, str(held), stage, "data.evaluation_source", most)
     if reader.take("neat_packing"):
         reader.take("packing")
         reader.put("data.packing", "documents", "neat_packing")
@@ -455,13 +458,14 @@ def _read_factory(reader: Translation) -> None:
         reader.put("data.packing", "stream" if packs else "none", "packing")
 
 
-def _read_entry(reader: Translation, folder: Path, name: str, stage: str, key: str) -> None:
+def _read_entry(reader: Translation, folder: Path, name: str, stage: str, key: str, most: int) -> None:
     """A dataset by its name in LLaMA-Factory's list."""
     entry = _entry(reader.path, folder, name)
     place = entry.pop("file_name", None)
     hub, subset, split = (entry.pop(one, None) for one in ("hf_hub_url", "subset", "split"))
-    source = str(folder / place) if place else _source(str(hub), subset, split)
-    reader.put(key, source, f"dataset {name} of {folder / _LIST_OF_DATASETS}")
+    source = _source(str(folder / place), most=most) if place else _source(str(hub), subset, split, most)
+    rows = f", its first {most:,} rows (max_samples)" if most else ""
+    reader.put(key, source, f"dataset {name} of {folder / _LIST_OF_DATASETS}{rows}")
     form, columns = str(entry.pop("formatting", "alpaca")), dict(entry.pop("columns", None) or {})
     if stage == "pt":
         reader.put("data.text_column", str(columns.pop("prompt", "text")), "columns.prompt")
