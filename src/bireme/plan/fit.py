@@ -358,7 +358,7 @@ class _Planner:
             if isinstance(one, Answer):
                 found.append(one)
             elif not found:
-                return one  # no schedule takes less memory than 1f1b
+                return one  # the next one keeps two versions of the weights, so it takes no less memory
         return min(found, key=lambda one: one.best.forecast.cost_s_per_sample)
 
     def _range(self, best: Candidate) -> Range:
