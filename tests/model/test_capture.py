@@ -186,6 +186,24 @@ def test_a_graph_of_the_meta_device_counts_on_the_cpu() -> None:
     assert torch.equal(found["loss"], model(x))
 
 
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.layer(x)
+        return torch.cat((scores, scores[:, []]), 1).sum()
+
+
+def test_an_index_may_be_an_empty_list() -> None:
+    """A tensor was made of each list that is an index, also of one without numbers, of tensors or slices."""
+    graph = capture(Empty(), {"x": torch.randn(2, 4)})
+    model, x = Empty(), torch.randn(3, 4)
+    found = StageFunction(graph, units_of(graph))(dict(model.named_parameters()), {}, {"x": x})
+    assert torch.equal(found["loss"], model(x))
+
+
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2

@@ -106,14 +106,23 @@ class Whole(torch.nn.Module):
 
 
 class _ListsAsNumbers(TorchFunctionMode):
-    """Makes a tensor with numbers of a list that is an index, as in Falcon: none are on the meta device."""
+    """Makes a CPU tensor of a list of numbers that is an index, as in Falcon. On the meta device torch would
+    make one without the numbers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            numbers = (torch.tensor(one, device="cpu") if isinstance(one, list) else one for one in index)
-            args = args[0], tuple(numbers)
+            if any(map(_are_numbers, index)):
+                given = (torch.tensor(one, device="cpu") if _are_numbers(one) else one for one in index)
+                args = args[0], tuple(given)
         return func(*args, **(kwargs or {}))
+
+
+def _are_numbers(index: Any) -> bool:
+    """Whether an index is a list of numbers, and not of tensors or slices."""
+    is_list = isinstance(index, list) and bool(index)
+    return is_list and all(isinstance(one, int) or _are_numbers(one) for one in index)
 
 
 def _taken(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
