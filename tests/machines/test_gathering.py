@@ -220,7 +220,12 @@ def test_mistakes_of_who_types_end_with_status_2(
     where, token = f"127.0.0.1:{port}", str(AdmissionToken(OWN.public, "0" * 32))
     mistakes = {
         ("join", where): "This machine has not joined a coordinator at",
-        ("join", where, "--token", token): f"nothing listens at its port {port}. Start `bireme coordinate`",
+        (
+            "join",
+            where,
+            "--token",
+            token,
+        ): f"nothing listens at its port {port}, or a firewall rejects calls. Start",
         ("join", where, "--token", token[:-1]): "That is not a whole token",
         ("join", "here"): "is not of the form HOST:PORT",
         ("coordinate", "--machines", "3..2"): "a range that rises",

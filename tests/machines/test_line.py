@@ -1,6 +1,7 @@
 """`bireme doctor`: everything that makes joining fail is one sentence with its remedy, for who typed."""
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,9 +105,30 @@ def test_a_firewall_is_named_whatever_end_it_is_at(
         (found,) = failing(check_line(closed.getsockname(), TOKEN, OWN))
     assert "does not answer: it is off, or a firewall" in found
     monkeypatch.setattr(line, "open_port", dropping_port)
-    (found,) = failing(check_line(listener, TOKEN, OWN))
-    assert "cannot call this machine back at 127.0.0.1" in found
-    assert "only one direction is open. Ranks listen on ports of their own choice" in found
+    back, towards = failing(check_line(listener, TOKEN, OWN))
+    assert "cannot call this machine back at 127.0.0.1" in back
+    assert "only one direction is open. Ranks listen on ports of their own choice" in back
+    assert f"this machine cannot call {OWN.name} at 127.0.0.1" in towards
+    monkeypatch.setattr(line, "answer_check", partial(line.answer_check, trains=False))
+    (found,) = failing(check_line(listener, TOKEN, OWN))  # as a machine that only coordinates
+    assert "this machine cannot call" not in found
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [(errno.ECONNREFUSED, "or a firewall rejects calls"), (errno.EHOSTUNREACH, "is let in there")],
+)
+def test_a_firewall_that_rejects_is_one_of_the_causes(
+    monkeypatch: pytest.MonkeyPatch, error: int, sentence: str
+) -> None:
+    """firewalld answers that the host cannot be reached, others that the port is closed."""
+
+    def rejected(*_: object, **__: object) -> socket.socket:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(socket, "create_connection", rejected)
+    (found,) = failing(check_line(("192.0.2.1", 29600), TOKEN, OWN))
+    assert sentence in found
 
 
 @pytest.mark.parametrize(

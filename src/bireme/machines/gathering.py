@@ -450,8 +450,17 @@ class Gathering:
 class GatheringListener(LineListener):
     """Answers machines that call, until it is closed."""
 
-    def __init__(self, gathering: Gathering, address: Address, own: MachineKey, facts: MachineFacts) -> None:
-        self._gathering, self._own, self._facts = gathering, own, facts
+    def __init__(
+        self,
+        gathering: Gathering,
+        address: Address,
+        own: MachineKey,
+        facts: MachineFacts,
+        *,
+        trains: bool = True,
+    ) -> None:
+        """`trains` is whether this machine has a part in the training, and needs other ports too."""
+        self._gathering, self._own, self._facts, self._trains = gathering, own, facts, trains
         self._unknown = threading.BoundedSemaphore(_MOST_UNKNOWN)
         super().__init__(address, "Name another one with --listen.", self._key_of, "bireme gathering")
 
@@ -470,7 +479,7 @@ class GatheringListener(LineListener):
             try:
                 while True:
                     asked = line.hear()
-                    answer_check(line, asked, seen, self._facts)
+                    answer_check(line, asked, seen, self._facts, trains=self._trains)
                     if asked["do"] in ("offer", "beat", "leave"):
                         if asked["do"] == "offer":
                             instance = str(dict(asked["offer"])["instance"])

@@ -5,7 +5,8 @@ be said that it is there and takes the key. Requests are texts in JSON, data are
 
     hello facts ──▶ facts, seen address          take N, N bytes ──▶ taken
     ping ──▶ time                                give N ──▶ N bytes
-    call port, key ──▶ error                     findings lines ──▶ noted
+    call port, key ──▶ error                     open key ──▶ port, tried ──▶ closed
+    findings lines ──▶ noted
 """
 
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -125,8 +126,12 @@ class DoctorListener(LineListener):
                         line.say({})
 
 
-def answer_check(line: RequestLine, asked: Mapping[str, Any], peer: str, own: MachineFacts) -> None:
-    """Answer a request of the other end, at the address `peer`, if it is one by which it checks the line."""
+def answer_check(
+    line: RequestLine, asked: Mapping[str, Any], peer: str, own: MachineFacts, *, trains: bool = True
+) -> None:
+    """Answer a request of the other end, at the address `peer`, if it is one by which it checks the line.
+    Unless this machine `trains`, it needs no ports besides that of the line.
+    """
     match asked["do"]:
         case "hello":
             line.say({"facts": asdict(own), "seen": peer})
@@ -139,12 +144,29 @@ def answer_check(line: RequestLine, asked: Mapping[str, Any], peer: str, own: Ma
             line.send(bytes(min(int(asked["bytes"]), _MOST_BYTES)))
         case "call":
             line.say({"error": _call_back(peer, int(asked["port"]), str(asked["key"]))})
+        case "open":
+            with _open(str(asked["key"])) if trains else nullcontext(0) as port:
+                line.ask("port", port=port)  # answered once the other end has tried it
+            line.say({})
+
+
+@contextmanager
+def _open(key: str) -> Iterator[int]:
+    """A port that the system chooses, open for callers with the key."""
+    came, listening = list[Caller](), open_port("")
+    thread = ListenerThread(key, [listening], came.append, "bireme doctor")
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        thread.close()
+        for one in came:
+            one.socket.close()
 
 
 def _call_back(host: str, port: int, key: str) -> str:
-    """Why the caller cannot be called back; empty if it can."""
+    """Why the other end cannot be called; empty if it can."""
     try:
-        call_port((host, port), key, TIMEOUT_S / 2).close()  # the caller waits for the answer meanwhile
+        call_port((host, port), key, TIMEOUT_S / 2).close()  # the other end waits for the answer meanwhile
     except (OSError, BiremeError) as error:
         return str(error) or type(error).__name__
     return ""
@@ -253,14 +275,19 @@ def _greeted(address: Address, listening: _Listening) -> socket.socket:
     try:
         made = socket.create_connection(address, timeout=TIMEOUT_S)
     except ConnectionRefusedError:
-        text = f"{host} is there, and nothing listens at its port {port}."
-        remedy = f"Start `{listening.command}` there, or compare the port with the run's."
+        text = f"{host} is there, and nothing listens at its port {port}, or a firewall rejects calls."
+        remedy = (
+            f"Start `{listening.command}` there, compare the port with the run's, or let TCP port {port} in."
+        )
     except TimeoutError:
         text = f"{host}:{port} does not answer: it is off, or a firewall drops packets."
         remedy = f"Let TCP port {port} in there (such as `ufw allow {port}/tcp`), and in its router."
     except OSError as error:
-        text = f"no way leads to {host}: {error.strerror or error}."
-        remedy = "Check that both machines are in one network or VPN, and the cable."
+        text = f"no way leads to {host}:{port}, or a firewall rejects calls: {error.strerror or error}."
+        remedy = (
+            f"Check the cable, that both machines are in one network or VPN, and that TCP port {port} is let "
+            "in there."
+        )
     else:
         stop = _stranger(made, address)
         if stop is None:
@@ -360,7 +387,7 @@ def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
 
 
 def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
-    """Whether the other machine can call this one, as ranks do, at a port that the system chooses."""
+    """Whether both machines can call each other, as ranks do, at a port that the system chooses."""
     own, peer = line.socket.getsockname()[0], line.socket.getpeername()[0]
     if own != seen:
         yield note(
@@ -369,26 +396,36 @@ def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
             "Other machines can call this one only if the router forwards all ports; use a VPN, and set "
             "BIREME_ADDRESS to its address there.",
         )
-    key, came = new_key(), list[Caller]()
-    listening = open_port("")
-    port = listening.getsockname()[1]
-    thread = ListenerThread(key, [listening], came.append, "bireme doctor")
-    try:
-        error = str(line.ask("call", port=port, key=key)["error"])[:200]
-    except (OSError, ValueError, KeyError) as broken:
-        error = str(broken)
-    finally:
-        thread.close()
-        for one in came:
-            one.socket.close()
-    if error:
-        yield fails(
-            "ports",
-            f"{name} cannot call this machine back at {seen}:{port} ({error}): only one direction is open.",
-            "Ranks listen on ports of their own choice: let all TCP ports in from there (such as `ufw allow "
-            f"from {peer}`), or join both machines by a VPN.",
-        )
-    else:
+    key, there, towards = new_key(), 0, ""
+    with _open(key) as port:
+        try:
+            back = str(line.ask("call", port=port, key=key)["error"])[:200]
+            if there := int(line.ask("open", key=key)["port"]):
+                towards = _call_back(peer, there, key)
+            line.ask("tried")
+        except (OSError, ValueError, KeyError) as broken:
+            back = str(broken)
+    allow = "`ufw allow from"
+    for error, text, source in (
+        (
+            back,
+            f"{name} cannot call this machine back at {seen}:{port}",
+            f"from there (such as {allow} {peer}`)",
+        ),
+        (
+            towards,
+            f"this machine cannot call {name} at {peer}:{there}",
+            f"there from here (such as {allow} {seen}`)",
+        ),
+    ):
+        if error:
+            yield fails(
+                "ports",
+                f"{text} ({error}): only one direction is open.",
+                f"Ranks listen on ports of their own choice: let all TCP ports in {source}, or join both "
+                "machines by a VPN.",
+            )
+    if not back and not towards:
         yield well("ports", f"{name} calls this machine back at {seen}")
 
 

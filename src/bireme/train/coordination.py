@@ -89,7 +89,7 @@ class Coordination(Interruptible):
                 tell(f"{host} takes no part in the training: the run knows this machine as {known}.")
                 takes_part = False
             port = port or record.port
-        self._listener = GatheringListener(self._gathering, (host, port), own, facts)
+        self._listener = GatheringListener(self._gathering, (host, port), own, facts, trains=takes_part)
         if run.verb == "train":
             self._gathering.keep = self._keep
         port = self._listener.port
