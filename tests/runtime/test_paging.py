@@ -19,7 +19,7 @@ from bireme.bounds import rate_text
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
-from bireme.memory.disk_tier import PREFIX, DiskTier
+from bireme.memory.disk_tier import DiskTier
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import PagingSettings, SlotPool
 from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
@@ -432,9 +432,7 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path, monkeypatch: pyt
         make()
 
 
-def test_the_file_of_a_disk_has_no_name_and_a_leftover_is_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / f"{PREFIX}0123"
-    leftover.write_bytes(b"of a process that was killed")
+def test_the_file_of_a_disk_has_no_name(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CHUNK)
     tier.grow(2)
     data = torch.arange(CHUNK, dtype=torch.uint8)

@@ -4,10 +4,9 @@ All its room is taken before training, so a disk that is full says so then. It i
 past the system's cache, where the file system can.
 """
 
-import contextlib
 import errno
 import os
-import secrets
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -71,9 +70,6 @@ class HostTier:
         copy_bytes(into, self._slots[slot])
 
 
-PREFIX = ".bireme-paging-"
-"""Begins the names that files have for the moment between being made and losing the name."""
-
 _NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -97,18 +93,14 @@ class DiskTier:
     def __init__(self, folder: Path, slot_bytes: int) -> None:
         self._folder, self._slot_bytes, self._num_slots = folder, slot_bytes, 0
         self._here = threading.local()
-        self._file = -1
-        _remove_leftovers(folder)
-        path = folder / f"{PREFIX}{secrets.token_hex(8)}"
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open until `close`)
         except OSError as error:
             raise BiremeError(
                 f"Nothing can be offloaded to {folder}: {error.strerror}. Set memory.disk to a folder on a "
                 "disk that can be written to."
             ) from error
-        path.unlink(missing_ok=True)
-        self._is_direct = make_direct(self._file)
+        self._is_direct = make_direct(self._file.fileno())
 
     def grow(self, num_slots: int) -> None:
         """Add slots."""
@@ -141,23 +133,18 @@ class DiskTier:
 
     def close(self) -> None:
         """Give the file's room back."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __del__(self) -> None:
-        self.close()
+        self._file.close()
 
     def _reserve(self, begin: int, more: int) -> None:
         if not hasattr(os, "posix_fallocate"):  # as on macOS
-            os.ftruncate(self._file, begin + more)
+            os.ftruncate(self._file.fileno(), begin + more)
             return
         try:
-            os.posix_fallocate(self._file, begin, more)
+            os.posix_fallocate(self._file.fileno(), begin, more)
         except OSError as error:
             if error.errno not in _NO_RESERVING:
                 raise
-            os.ftruncate(self._file, begin + more)
+            os.ftruncate(self._file.fileno(), begin + more)
 
     def _move(
         self, call: Callable[[int, list[memoryview], int], int], what: str, memory: Tensor, begin: int
@@ -166,7 +153,7 @@ class DiskTier:
         try:
             while done < len(view):
                 try:
-                    moved = call(self._file, [view[done:]], begin + done)
+                    moved = call(self._file.fileno(), [view[done:]], begin + done)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self._is_direct:
                         raise
@@ -179,7 +166,7 @@ class DiskTier:
                 "continue from here; resume it from its last checkpoint, with memory.disk on a working disk."
             ) from error
         if not self._is_direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, begin, len(view), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), begin, len(view), os.POSIX_FADV_DONTNEED)
 
     def _read_cached(self) -> None:
         """Go on through the system's cache: the file system takes the flag and yet makes no direct copies, or
@@ -187,8 +174,8 @@ class DiskTier:
         """
         import fcntl
 
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        flags = fcntl.fcntl(self._file.fileno(), fcntl.F_GETFL)
+        fcntl.fcntl(self._file.fileno(), fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._is_direct = False
 
     def _staging(self) -> Tensor:
@@ -203,14 +190,3 @@ def _some(moved: int) -> int:
     if moved == 0:
         raise OSError(errno.EIO, "the file is shorter than it was")
     return moved
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove the files of processes that were killed before their file had lost its name.
-
-    A run that begins at the same time may lose the name of its file early, which does it no harm.
-    """
-    with contextlib.suppress(OSError):
-        for path in folder.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
