@@ -6,10 +6,10 @@ What is read equals what was written. Only the plan itself must be there, so tha
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from annotated_types import doc
 
@@ -23,7 +23,6 @@ from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, PlanSummary, summarize
 from bireme.plan.plan import Plan, know_window
 from bireme.profile.profile import Profile, plain_profile
-from bireme.schedule.instruction import Instruction, Kind, Page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.source import LONG, SETTLED
 from bireme.schedule.tiers import Chunk
@@ -119,32 +118,14 @@ def _difference(planned: Sequence[PlannedUnit], found: Sequence[PlannedUnit]) ->
 #
 # A file of another plan, or one that lacks a window, does no harm: what it does not say is planned.
 
-_WINDOWS_FORMAT = 1
-
-
-class _Row(NamedTuple):
-    """An instruction."""
-
-    kind: Kind
-    stage: Place
-    batch: Place
-    microbatch: Place | None
-    version: int | None
-    half: Place | None
-    seen: Place | None
-    page: Page | None
-    is_apart: bool = False
+_WINDOWS_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RankWindow:
     """A track, and on which tier each chunk lies when the window begins; None where the rank pages none."""
 
-    head: tuple[_Row, ...]
-    body: tuple[_Row, ...]
-    repeats: Place
-    tail: tuple[_Row, ...]
-    versions_per_batch: Place
+    track: Track
     begin: tuple[tuple[Chunk, Place], ...] | None
 
 
@@ -153,7 +134,7 @@ class _Window:
     plan: str
     num_batches: Count
     first_batch: Place
-    ranks: tuple[_Rows, ...]
+    ranks: tuple[_RankWindow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +162,8 @@ def read_windows(path: Path, plans: Sequence[Plan]) -> None:
         for window in read_dataclass(path, _Windows, number=_WINDOWS_FORMAT).windows:
             plan = digests.get(window.plan)
             if plan is not None:
-                tracks = [_track(rows) for rows in window.ranks]
-                begins = [None if rows.begin is None else dict(rows.begin) for rows in window.ranks]
+                tracks = [own.track for own in window.ranks]
+                begins = [None if own.begin is None else dict(own.begin) for own in window.ranks]
                 know_window(plan, window.num_batches, window.first_batch, tracks, begins)
 
 
@@ -199,11 +180,7 @@ def _digest(plan: Plan) -> str:
 def _window(plan: str, program: Program) -> dict[str, object]:
     ranks = [
         {
-            "head": _plain(track.head),
-            "body": _plain(track.body),
-            "repeats": track.repeats,
-            "tail": _plain(track.tail),
-            "versions_per_batch": track.versions_per_batch,
+            "track": {one.name: getattr(track, one.name) for one in fields(track)},
             "begin": None if tiers is None else sorted(tiers.begin.items()),
         }
         for track, tiers in zip(program.tracks, program.tiers, strict=True)
@@ -214,17 +191,6 @@ def _window(plan: str, program: Program) -> dict[str, object]:
         "first_batch": program.first_batch,
         "ranks": ranks,
     }
-
-
-def _plain(steps: Sequence[Instruction]) -> list[_Row]:
-    return [_Row(*(getattr(step, name) for name in _Row._fields)) for step in steps]
-
-
-def _track(rows: _Rows) -> Track:
-    head, body, tail = (
-        tuple(Instruction(*row) for row in part) for part in (rows.head, rows.body, rows.tail)
-    )
-    return Track(head, body, rows.repeats, tail, rows.versions_per_batch)
 
 
 _PLAN_FORMAT = 1
