@@ -104,6 +104,16 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def cut_half_line(path: Path) -> None:
+    """Take away what a process that was killed has left of the last line of a file, for the next would go on
+    in it.
+    """
+    with path.open("r+b") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 def free_bytes(path: Path) -> int | None:
     """The bytes that this user may write at a path, which need not exist; None if that is not known."""
     there = next((one for one in (path, *path.absolute().parents) if one.is_dir()), None)

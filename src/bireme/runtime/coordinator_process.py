@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bireme.documents import read_json_lines
 from bireme.errors import BiremeError
+from bireme.files import cut_half_line
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
 from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner, host_step, host_wake_s
@@ -70,7 +71,7 @@ class Ledger:
         left = text.encode()
         try:
             if not self._has_written:
-                _cut_half_line(self._path)
+                cut_half_line(self._path)
                 self._has_written = True
             while left:
                 left = left[os.write(self._file, left) :]
@@ -104,13 +105,6 @@ class Ledger:
 
     def _records(self) -> Iterable[dict[str, object]]:
         return in_force(read_json_lines(self._path, start="start").records).values()
-
-
-def _cut_half_line(path: Path) -> None:
-    with path.open("r+b") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
 
 
 # The server of a coordinator. What a step leads to is in the ledger before a word of it is sent.

@@ -319,23 +319,20 @@ class SocketTransport:
         ]
 
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> SocketPending:
-        """Begin to send. Which of the two sockets a message goes over depends on the room for it."""
-        if self._failure is not None:
-            raise self._failure
-        one = SocketPending(key, payload, num_bytes, True)
-        is_large = len(one.data) > self._ordinary_bytes[to]
-        line = one.line = self._large_messages[to] if is_large else self._lines[to]
-        line.send(one)
-        return one
+        """Begin to send."""
+        return self._begun(SocketPending(key, payload, num_bytes, True), to)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> SocketPending:
         """Begin to receive."""
+        return self._begun(SocketPending(key, payload, None, False), source)
+
+    def _begun(self, one: SocketPending, peer: int) -> SocketPending:
+        """Which of the two sockets a message goes over depends on the room for it."""
         if self._failure is not None:
             raise self._failure
-        one = SocketPending(key, payload, None, False)
-        is_large = len(one.data) > self._ordinary_bytes[source]
-        line = one.line = self._large_messages[source] if is_large else self._lines[source]
-        line.post(one)
+        is_large = len(one.data) > self._ordinary_bytes[peer]
+        line = one.line = self._large_messages[peer] if is_large else self._lines[peer]
+        (line.send if one.is_send else line.post)(one)
         return one
 
     def close(self) -> None:

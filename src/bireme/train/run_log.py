@@ -20,7 +20,7 @@ from typing import Any
 
 from bireme.documents import plain, read_json_lines
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
+from bireme.files import cut_half_line, write_text_atomically
 from bireme.report.run_lines import RunLines
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
@@ -464,8 +464,7 @@ class MetricsLog:
         self._waiting = b""
         self.failure: str | None = None
         """Why lines could not be written, since the last one that was."""
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            _cut_half_line(path)
+        cut_half_line(path)
         self._trackers = trackers
 
     @property
@@ -508,12 +507,6 @@ def _last_time_s(path: Path) -> float:
     """When the last line was written, as far as the log can be read: no log keeps a run from going on."""
     times = (one.get("time_s") for one in read_json_lines(path, start="start").records.values())
     return max((float(one) for one in times if isinstance(one, int | float)), default=0.0)
-
-
-def _cut_half_line(path: Path) -> None:
-    """Take away what a killed run has left of its last line, for the next would go on in it."""
-    with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class RunLog:

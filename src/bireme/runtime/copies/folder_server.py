@@ -14,7 +14,6 @@ SHA-256 that it had on the machine with the whole file. Neither end takes a name
 import hashlib
 import os
 import re
-import secrets
 import threading
 import time
 from bisect import bisect_left
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from bireme.bounds import bytes_text
 from bireme.errors import BiremeError, system_errors
-from bireme.files import FileDigest, path_within
+from bireme.files import FileDigest, path_within, write_chunks_atomically
 from bireme.pieces import PIECE_BYTES, Came, FileIdentity, PieceFile, as_ranges, check_here, is_record
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES
@@ -490,22 +489,15 @@ def fetch_file(
     """Put another machine's file at a path: whole, with that SHA-256, or not at all. Raises a `BiremeError`
     if it cannot be had or written.
     """
-    draft = to.with_name(f".{to.name}.{secrets.token_hex(4)}.tmp")
     digest, step = hashlib.sha256(), _PIECE_BYTES * max(len(addresses), 1)
-    try:
-        with draft.open("xb") as file:
-            for begin in range(0, expected.num_bytes, step):
-                length = min(step, expected.num_bytes - begin)
-                piece = read_range(addresses, name, begin, length, timeout_s, limit)
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+
+    def pieces() -> Iterator[bytes]:
+        for begin in range(0, expected.num_bytes, step):
+            length = min(step, expected.num_bytes - begin)
+            piece = bytes(read_range(addresses, name, begin, length, timeout_s, limit))
+            digest.update(piece)
+            yield piece
         if digest.hexdigest() != expected.sha256:
             raise BiremeError(_WRONG.format(name))
-        draft.replace(to)
-    except OSError as error:
-        raise BiremeError(f"{to} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+
+    write_chunks_atomically(to, pieces())
