@@ -398,6 +398,19 @@ def test_pieces_of_a_batch_are_fetched_at_once_and_nothing_is_asked_for_those_th
     assert [sorted(one) for one in asked] == [[1, 5]]
 
 
+def test_copies_leave_room_for_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fetched, "_COPIED_BYTES", PIECE_BYTES)
+    free = iter([1000 + 2 * PIECE_BYTES, 1000 + PIECE_BYTES, 1000])
+    monkeypatch.setattr(fetched, "free_bytes", lambda _path: next(free))
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 2, source) as found:
+        (path,) = found.take(1, ["/nowhere/data.bin"])
+        assert len([*bring_copies([path], 1, RateLimit(1e12), room_bytes=1000)]) == 2
+        assert "which checkpoints need" in capsys.readouterr().err
+
+
 def test_the_other_machines_together_have_a_copy_of_each_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +420,7 @@ def test_the_other_machines_together_have_a_copy_of_each_piece(
         paths = [found.take(number, ["/nowhere/data.bin"])[0] for number in (1, 2)]
         missing = []
         for path in paths:
-            assert [*bring_copies([path], 1, RateLimit(1e12))]
+            assert [*bring_copies([path], 1, RateLimit(1e12), room_bytes=0)]
             partial = PieceFile.at(path)
             assert partial is not None
             missing.append(set(partial.missing()))

@@ -15,6 +15,7 @@ from torch import nn
 
 from bireme.bounds import bytes_text, seconds_text
 from bireme.errors import Tell, tell
+from bireme.files import free_bytes
 from bireme.model.graph import Graph
 from bireme.model.weights import header_bytes, weight_ranges
 from bireme.pieces import PIECE_BYTES, Came, PieceFile, partial_files
@@ -88,15 +89,25 @@ def bring_weights(
         bring(path, ranges, came=told)
 
 
-def bring_copies(paths: Iterable[Path], copies: int, limit: RateLimit | None) -> Iterator[None]:
-    """Fetch this machine's part of partial files, a little at a time: each piece is on that many machines
-    besides the first one.
+def bring_copies(
+    paths: Iterable[Path], copies: int, limit: RateLimit | None, *, room_bytes: int
+) -> Iterator[None]:
+    """Fetch this machine's part of partial files, a little at a time: each piece is on `copies` machines
+    besides the first one. It ends if less than `room_bytes` of the disk would be left.
     """
     for file in (one for path in paths for one in partial_files(path)):
         own, others = _machines(file.path)
         kept = {(own - 1 - back) % len(others) for back in range(min(copies, len(others)))} if own else set()
         for group, begin in enumerate(range(0, file.identity.num_bytes, _COPIED_BYTES)):
             if group % len(others or (0,)) in kept:
+                free = free_bytes(file.path.parent)
+                if free is not None and free < room_bytes + _COPIED_BYTES:
+                    tell(
+                        f"The disk of {file.path} has {bytes_text(free)} free, which checkpoints need. So "
+                        "this machine copies no more of the data: free space there, or the run may not go on "
+                        "without its first machine."
+                    )
+                    return
                 bring(file.path, [(begin, begin + _COPIED_BYTES)], limit=limit)
                 yield
 

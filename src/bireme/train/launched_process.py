@@ -168,7 +168,7 @@ def _on_host(
         if orders.start.machines is not None and folders.note is None:
             fetched = orders.folder.fetched_paths()
             roots = [fetched.get(*one) for one in zip(orders.files, orders.roots, strict=True)]
-            folders.begin_again(orders.folder, orders.folder.load_run(), roots)
+            folders.begin_again(orders.folder, orders.folder.load_run(), roots, orders.kept_bytes)
         finished = train_on_host(orders, orders.hosts, host, prepared, keeper)
         if folders.note is not None:
             folders.finish()
@@ -323,7 +323,7 @@ class _Joined:
             first = tuple((one.replica, one.ranks[0]) for one in parts if is_own or own not in one.hosts)
         if self.node == own and rank == self.here[0]:
             note = MachinesNote(self.addresses, own)
-            self._folders.begin(orders.folder, orders.folder.load_run(), note)
+            self._folders.begin(orders.folder, orders.folder.load_run(), note, orders.kept_bytes)
             if orders.hosts is None:
                 note_begin(orders, self._environment.phase)
         machines = SpreadMachines(tuple(names), own, first)

@@ -238,11 +238,12 @@ def take_checkpoint(run: Path, to: Path, name: str, first: KeeperAddress) -> Pat
 class Mirror:
     """Keeps copies of the checkpoint files of the `checkpoint.copies` machines before this one, the manifests
     of all checkpoints, the log and the ledger, and pieces of data and frozen weights, until it is stopped.
-    Threads read in the background, so that large files do not keep lines waiting.
+    Threads read in the background, so that large files do not keep lines waiting. Pieces leave `room_bytes`
+    of the disk to checkpoints.
     """
 
-    def __init__(self, folder: RunFolder, run: RunFile, note: MachinesNote) -> None:
-        self._folder, self._note = folder.path, note
+    def __init__(self, folder: RunFolder, run: RunFile, note: MachinesNote, room_bytes: int = 0) -> None:
+        self._folder, self._note, self._room_bytes = folder.path, note, room_bytes
         self._checkpoints = run.checkpoint.folder
         self._limit: RateLimit | None = RateLimit(run.memory.copy_bytes_per_s)
         self._has_rate = run.memory.copy_bytes_per_s is not None
@@ -309,7 +310,7 @@ class Mirror:
 
     def _fetch_pieces(self, files: list[Path], copies: int) -> None:
         """Fetch this machine's part of these files, once."""
-        for _ in bring_copies(files, copies, self._limit):
+        for _ in bring_copies(files, copies, self._limit, room_bytes=self._room_bytes):
             if self._over.is_set():
                 return
         files.clear()
@@ -419,20 +420,20 @@ class MachineFolders:
         write_text_atomically(folder.fetched, json.dumps(known) + "\n")
         return here
 
-    def begin(self, folder: RunFolder, run: RunFile, note: MachinesNote) -> None:
-        """Begin to copy what others write; this machine serves its folder."""
+    def begin(self, folder: RunFolder, run: RunFile, note: MachinesNote, room_bytes: int) -> None:
+        """Begin to copy what others write, as a `Mirror` does; this machine serves its folder."""
         if self._mirror is not None:
             self._mirror.stop()
         self.note = note
         note_machines(folder.path, note)
-        self._mirror = Mirror(folder, run, note)
+        self._mirror = Mirror(folder, run, note, room_bytes)
 
-    def begin_again(self, folder: RunFolder, run: RunFile, roots: Sequence[str]) -> None:
+    def begin_again(self, folder: RunFolder, run: RunFile, roots: Sequence[str], room_bytes: int) -> None:
         """Copy what the others write in a run that they went on with, if they share no folder."""
         if (note := noted_machines(folder.path)) is not None:
             addresses = [*note.addresses]
             addresses[note.own] = self.served(folder.path, roots)
-            self.begin(folder, run, MachinesNote(tuple(addresses), note.own))
+            self.begin(folder, run, MachinesNote(tuple(addresses), note.own), room_bytes)
 
     def finish(self) -> None:
         """Return once the copies that this machine keeps are whole, or cannot be had."""
