@@ -5,7 +5,7 @@ import os
 import random
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ from bireme.model.weights import load_weights
 from bireme.pieces import PIECE_BYTES, FileIdentity, PieceFile, partial_files
 from bireme.runtime.copies import folder_server
 from bireme.runtime.copies.folder_server import FolderServer, digests_at, fetch_pieces, read_range
-from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer
+from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.train import fetched, resume_checks
 from bireme.train.checkpoint.checkpoint import MachinesNote
 from bireme.train.data.prepare import ModelSide, RunData, prepare_data
@@ -164,6 +164,28 @@ def test_pieces_that_came_before_their_machine_died_stay(tmp_path: Path) -> None
         with pytest.raises(BiremeError, match="cannot be fetched"):
             fetch_pieces(file, [0, 1], lambda: [dying.address], 0.2)
     assert file.missing() == [*range(1, NUM_PIECES)]
+
+
+def test_a_machine_that_does_not_answer_is_not_asked_for_each_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, source = list[str](), placed(tmp_path / "there" / "data.bin")
+
+    def note(address: KeeperAddress, *words: Any, **more: Any) -> AbstractContextManager[RequestConnection]:
+        asked.append(address.address)
+        return talk_to(address, *words, **more)
+
+    monkeypatch.setattr(folder_server, "talk_to", note)
+    with machines(tmp_path, 2, source) as found:
+        file = begun(tmp_path / "one" / "data.bin", source)
+        found.folders[1].close()
+        fetch(file, [0], found.addresses)
+        fetch(file, [1], found.addresses)
+        assert asked.count(found.addresses[1].address) == 1
+        found.folders[0].close()
+        with pytest.raises(BiremeError, match="cannot be fetched"):
+            fetch_pieces(file, [2], lambda: found.addresses, 0.2)
+        assert asked.count(found.addresses[1].address) > 1
 
 
 def test_a_piece_that_the_disk_has_no_room_for_ends_the_fetch_and_is_not_taken_for_here(

@@ -37,6 +37,11 @@ _OPEN_S, _MOST_OPEN = 60.0, 64
 _GROUP_PIECES, _WINDOW_PIECES = 64, 1024
 """Pieces asked of one machine at a time, and between two questions which machine has which pieces."""
 _AGAIN_S, _SHA256_BYTES = 1.0, 32
+_SILENT_S = 60.0
+_silent = dict[KeeperAddress, float]()
+"""Until when a machine that did not answer is not asked for pieces that others may have. It takes seconds to
+give up one that is off the network, and each batch asks.
+"""
 _MOST_AT_ONCE_BYTES = 1 << 28
 """Of a file that is read into memory whole."""
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
@@ -270,11 +275,15 @@ class _PieceFetch:
             [*threads.map(lambda place: self._work(place, addresses[place], groups), places)]
 
     def _held(self, address: KeeperAddress, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        if time.monotonic() < _silent.get(address, 0.0):
+            return set()
         try:
             with self._asked(address, ranges, wants=False) as (_, held):
                 return held
         except (OSError, BiremeError) as error:
             self.failure = error
+            if isinstance(error, OSError):
+                _silent[address] = time.monotonic() + _SILENT_S
             return set()
 
     @contextmanager
@@ -372,6 +381,7 @@ def fetch_pieces(
                 why = talk.failure or "no machine of the run that answers has it"
                 raise BiremeError(f"{file.path} cannot be fetched from the other machines: {why}")
             else:
+                _silent.clear()
                 time.sleep(_AGAIN_S)
             left = [*again, *left[_WINDOW_PIECES:]]
         with talk.locked():
