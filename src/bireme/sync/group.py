@@ -103,7 +103,7 @@ class MessageGroup(OwnedGroup, Protocol):
 
 
 class DistGroup:
-    """A process group of torch.distributed, which nobody else may use: its collectives have no names. Tensors
+    """A process group of torch.distributed for this exchange alone, as its collectives have no names. Tensors
     go through the memory of `device`.
 
     Collectives give up after the timeout that the process group was made with.

@@ -129,7 +129,7 @@ class FetchProgress:
         self._expected_bytes += sum(one.num_missing_bytes(places[path]) for path, one in files.items() if one)
 
     def __call__(self, address: str, num_bytes: int) -> None:
-        """So many bytes have come from the machine at an address."""
+        """Count bytes that have come from the machine at an address, and report the progress now and then."""
         name = self._names.get(address) or address.partition(" ")[0]
         self.from_machines[name] = self.from_machines.get(name, 0) + num_bytes
         took_s, done = time.monotonic() - self._began_s, sum(self.from_machines.values())

@@ -137,7 +137,7 @@ def _weights(part: RankPart, graph: Graph) -> Weights:
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:
-    """How batches are shared out. Where nothing follows, nothing is read for it."""
+    """How batches are shared out; None if shares never change."""
     if part.member is not None or mode_of(part.run, saved.plan, part.cluster) == "off":
         return None
     return sharing_of(part.run, saved, part.cluster, part.profile, part.samples)
@@ -191,7 +191,7 @@ def train_rank(world: World, start: RunStart, order: ReplicaOrder | None = None)
         torch.set_num_threads(start.threads)
     folder = RunFolder.of(start.folder)
     run = folder.load_run()
-    # From here on, so that who is told to stop while it makes its model does not just die.
+    # From here on, so that a signal while the model is made stops the run in order.
     with (stops := _stops(run, world, order)).listening():
         model = RunModel.of(run, run.plan.micro_batch or 1)
         data = data_of(run, model)

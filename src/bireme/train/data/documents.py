@@ -518,7 +518,7 @@ class HeldRows:
 
 
 def held_apart(rows: SavedRows, tokenizer: Tokenizer | None, cut: Cut, num_samples: int) -> HeldRows:
-    """The first rows of a stream that make so many samples, to evaluate with."""
+    """The first rows of a stream, enough for `num_samples` samples to evaluate with."""
     stream = iter(rows.rows())
     held: list[tuple[int, Row]] = []
     apart = replace(rows, rows=lambda: held)

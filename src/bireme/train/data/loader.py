@@ -93,7 +93,7 @@ class RankBatches:
         self._prefetch = prefetch
         self._wants = wanted
         self._has_workers = num_workers > 0 and not samples.is_quick
-        # Who wants nothing of a batch has it at once.
+        # A rank that reads nothing of a batch needs no workers.
         self._num_workers = num_workers if self._has_workers and self._wanted(first_batch) != () else 0
         self._data = data
         self._workers = Workers(samples, self._num_workers, data, timeout_s)
@@ -184,7 +184,7 @@ class RankBatches:
 
 
 class _Ahead:
-    """A thread that runs ahead of who iterates. Its errors are raised where its result was due."""
+    """A thread that makes results ahead. Its errors are raised where their result was due."""
 
     def __init__(self, source: Callable[[Callable[[], bool]], Iterator[PartlyRead]], most_ready: int) -> None:
         self._source = source
@@ -229,7 +229,7 @@ class _Ahead:
             for batch in batches:
                 if not self._keep(batch):
                     break
-        except BaseException as error:  # whatever it is, it belongs to who waits for the batch
+        except BaseException as error:  # raised in the thread that waits for the batch
             self._error = error
         finally:
             end = getattr(batches, "close", None)

@@ -1,4 +1,4 @@
-"""The placement of samples where some are private: who trains on which of them in which step.
+"""The placement of samples if some are private: which replica trains on which of them in which step.
 
 An epoch has K = (public + private samples) / batch size steps, the same for all replicas. A replica on an
 owner's server takes the owner's private samples first, spread evenly over the epoch, and public ones in the
@@ -7,7 +7,7 @@ out; then they are taken again. Of an owner with more samples than its places an
 next epoch goes on after it.
 
 A step takes the same samples whatever came before it: all follows from the seed, the step, how many samples
-there are, and the rows that each owner has of a batch. Nobody needs another owner's samples, and no list of
+there are, and the rows that each owner has of a batch. No rank needs another owner's samples, and no list of
 samples is made. Rows may change within an epoch; an owner that then has too few for a step leaves the rest of
 its samples of that step out, and public ones that come next are taken twice.
 """
@@ -87,7 +87,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class StreamOrder:
-    """Samples as a stream gives them. The stream shuffles itself, within a buffer of so many rows."""
+    """Samples as a stream gives them. The stream shuffles itself, within a buffer of rows."""
 
     num_samples: int
     seed: int
@@ -198,7 +198,7 @@ class PrivateTurns:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What an epoch takes: so many samples of each owner, and public ones in so many places."""
+    """What an epoch takes: the number of samples of each owner, and of places for public ones."""
 
     stock: Stock
     own: tuple[int, ...]
@@ -222,7 +222,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Which samples a step takes, where each owner has so many `rows` of a batch at the beginning."""
+    """Which samples a step takes. `rows` are the numbers of rows of a batch that the owners begin with."""
 
     stock: Stock
     seed: int

@@ -47,7 +47,7 @@ from bireme.train.run_file.tables import Data
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a model knows, as its configuration says; None where it does not."""
+    """The size of a model's vocabulary by its configuration; None if that has none."""
     config = getattr(model, "config", None)
     for part in (config, getattr(config, "text_config", None)):
         for name in ("vocab", "vocab_size"):
@@ -182,7 +182,7 @@ def is_repeatable(samples: Samples, digest: str) -> bool:
 
 
 def _spread(count: int, most: int) -> Iterator[int]:
-    """At most so many numbers below `count`, the first and the last among them."""
+    """At most `most` numbers below `count`, with the first and the last."""
     if count <= most:
         yield from range(count)
         return
@@ -557,9 +557,10 @@ _TOLD_EVERY_S = 5.0
 
 
 def find_place(data: RunData, seed: int, num_taken: int, *, is_shown: bool) -> None:
-    """Bring each stream to its next sample, after so many of the run; with `is_shown` tell how far it is.
+    """Bring each stream to its next sample, after `num_taken` samples of the run; with `is_shown` report the
+    progress.
 
-    All ranks do it before their pipeline is made, for one that waits for another does not wait long.
+    All ranks do it before they make their pipelines, because a rank does not wait long for another.
     """
     first = 0
     numbers = data.order(seed).numbers(num_taken, _NUM_NEXT)

@@ -133,7 +133,7 @@ class FolderTokenizer:
 
     @property
     def identity(self) -> str:
-        """From what the tokenizer is, wherever it lies; from its files where it does not tell."""
+        """A digest of what the tokenizer does, or else of its files: the same in any folder."""
         own = getattr(self.backend, "backend_tokenizer", None)
         words = sha256(f"{type(self.backend).__name__} {self.end_of_text}".encode())
         if own is not None:

@@ -39,8 +39,8 @@ _GRACE_S = 1.0
 """So long may a worker go on with what it is at before it is killed."""
 
 _MOST_TIMEOUTS, _MOST_TIMES, _FIRST_TIMEOUTS = 1 / 3, 10, 10
-"""A worker hangs if it takes longer for a batch than this part of the timeout and so many times as long as
-any batch so far. The first batch may take so many timeouts.
+"""A worker hangs if a batch takes longer than this part of the timeout, and longer than the slowest batch so
+far times the second number. The first batch may take `_FIRST_TIMEOUTS` timeouts.
 """
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -110,7 +110,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Workers:
-    """So many worker processes. They start when batches are first asked for, and stay until `close`.
+    """The worker processes of a loader. They start when the first batch is asked for, and stay until `close`.
 
     `data` is what errors call the data. With `timeout_s`, that for which ranks wait for each other, a worker
     that hangs is noticed.
