@@ -23,7 +23,7 @@ from bireme.runtime.copies import folder_server
 from bireme.runtime.copies.folder_server import FolderServer, digests_at, fetch_pieces, read_range
 from bireme.runtime.copies.keeper import KeeperAddress, RateLimit, RequestConnection, RequestServer, talk_to
 from bireme.train import fetched, resume_checks
-from bireme.train.checkpoint.checkpoint import MachinesNote
+from bireme.train.checkpoint.checkpoint import MachinesNote, note_machines
 from bireme.train.data.prepare import ModelSide, RunData, prepare_data
 from bireme.train.fetched import FetchProgress, bring, bring_copies, bring_weights
 from bireme.train.folder import RunFolder
@@ -52,7 +52,7 @@ class Machines:
         for run in self.runs:
             run.path.mkdir(exist_ok=True)
         self.addresses = tuple(one.served(run.path) for one, run in zip(self.folders, self.runs, strict=True))
-        self.folders[0].served(self.runs[0].path, [str(one) for one in roots])
+        self.folders[0].serve_roots(self.runs[0], [str(one) for one in roots])
         self.said = list[str]()
 
     def take(self, number: int, paths: Sequence[str]) -> list[Path]:
@@ -296,6 +296,7 @@ def test_files_that_the_first_machine_has_no_more_are_removed(tmp_path: Path) ->
         (here,) = found.take(1, paths)
         assert {one.name for one in here.iterdir()} == {"one.txt", "two.bin", ".two.bin.pieces"}
         placed(found.runs[1].path / "checkpoints" / "mine")
+        bring(here / "two.bin")
         (folder / "two.bin").unlink()
         found.take(1, paths)
         assert [one.name for one in here.iterdir()] == ["one.txt"]
@@ -418,6 +419,35 @@ def test_pieces_of_a_batch_are_fetched_at_once_and_nothing_is_asked_for_those_th
         for _ in range(2):
             data.training.take([1_000, 1_001, 3_000])
     assert [sorted(one) for one in asked] == [[1, 5]]
+
+
+def test_a_machine_that_leads_has_pieces_of_all_and_the_one_that_led_before_has_the_whole_file(
+    tmp_path: Path,
+) -> None:
+    """Before the machine that leads now has told what this start needs, too."""
+    source = placed(tmp_path / "there" / "data.bin")
+    with machines(tmp_path, 3, source) as found:
+        paths = [found.take(number, ["/nowhere/data.bin"])[0] for number in (1, 2)]
+        bring(paths[1], [(3 * PIECE_BYTES, 4 * PIECE_BYTES)])
+    folders = [MachineFolders() for _ in found.runs]
+    with ExitStack() as stack:
+        for one in folders:
+            stack.callback(one.close)
+        addresses = tuple(one.served(run.path) for one, run in zip(folders, found.runs, strict=True))
+        note_machines(found.runs[1].path, MachinesNote((addresses[1], addresses[2]), 0))
+        bring(paths[0], [(3 * PIECE_BYTES, 4 * PIECE_BYTES)])
+        order = tuple(addresses[number] for number in (1, 0, 2))
+        note_machines(found.runs[1].path, MachinesNote(order, 0))
+        folders[1].serve_roots(found.runs[1], [str(paths[0])])
+        for number, place, wanted in ((0, 1, source), (2, 2, paths[1])):
+            note, progress = MachinesNote(order, place), FetchProgress(print, {})
+            here = folders[number].take_files(
+                found.runs[number], found.runs[1].path, [str(paths[0])], note, progress
+            )
+            assert here == {str(paths[0]): str(wanted)}
+            assert not progress.from_machines
+        bring(paths[0])
+        assert paths[0].read_bytes() == CONTENT
 
 
 def test_copies_leave_room_for_checkpoints(

@@ -62,6 +62,8 @@ class RunFolder:
     """The plan, with what it promises."""
     fetched = _PathWithin("fetched.json")
     """Where this machine has the data and the model's files that it fetched from another one."""
+    served = _PathWithin("served.json")
+    """The files and folders that this machine served to the others beside this folder, in their order."""
     windows = _PathWithin("windows.json", is_recorded=True)
     """The windows of a plan that pages, which ranks read; only where it does."""
     profile = _PathWithin("profile.json", is_recorded=True)

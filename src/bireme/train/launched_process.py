@@ -357,7 +357,8 @@ class _Joined:
                     files = paths_for_all(led.folder.load_run())
                     tokens = led.prepared.data.token_folders()
                     roots = tuple(tokens.get(str(Path(path).resolve()), path) for path in files)
-                    self._folders.served(led.folder.path, roots)
+                    self._folders.served(led.folder.path)
+                    self._folders.serve_roots(led.folder, roots)
                     needed = kept_bytes(led.prepared, led.folder, led.step, len(nodes))
                     orders = replace(
                         orders,

@@ -30,6 +30,7 @@ from bireme.runtime.copies.folder_server import (
     fetch_file,
     fetch_pieces,
     files_at,
+    files_in,
     holders_of,
     ranges,
     root_name,
@@ -371,11 +372,23 @@ class MachineFolders:
         """The machines of this start, if they share no folder."""
 
     def served(self, folder: Path | None, roots: Sequence[str] = ()) -> KeeperAddress:
-        """The address at which this machine serves a folder, and other files and folders, from now on."""
+        """The address at which this machine serves a folder, and other files and folders, from now on.
+        Without `roots` these are those of the last start of the run: the machine that leads may need pieces
+        of them before it can tell what this start needs.
+        """
         if self._server is None:
             self._server = FolderServer(_TIMEOUT_S)
+        if not roots and folder is not None:
+            with suppress(OSError, ValueError):
+                roots = json.loads(RunFolder(folder).served.read_text(encoding="utf-8"))
         self._server.folder, self._server.roots = folder, tuple(map(Path, roots))
         return self._server.address
+
+    def serve_roots(self, folder: RunFolder, roots: Sequence[str]) -> None:
+        """Serve these files and folders too, from the beginning of the next start of the run in `folder`."""
+        if self._server is not None:
+            self._server.roots = tuple(map(Path, roots))
+        write_text_atomically(folder.served, json.dumps([*roots]) + "\n")
 
     def take_files(
         self,
@@ -404,6 +417,9 @@ class MachineFolders:
                 raise BiremeError(
                     f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
                 ) from error
+            if self._has(number, files):
+                here[path] = str(self._roots[number])
+                continue
             places |= {f"{root}/{name}": (path_within(to, name), one) for name, one in files.items()}
             here[path] = str(to)
             if to.is_relative_to(folder.path / "files"):
@@ -411,14 +427,26 @@ class MachineFolders:
                     _remove_others(to, files)
         with system_errors(f"{folder.path} cannot be written", "Set log.folder."):
             files_begun = _begun(places)
-            if self._server is not None:
-                self._server.roots = tuple(Path(here.get(path, path)) for path in paths)
+            self.serve_roots(folder, [here.get(path, path) for path in paths])
             bring_first(files_begun, progress)
         # Paths of earlier starts stay: this machine finds them in the run file if it becomes the first.
         before = folder.fetched_paths().items()
         known = {path: own for path, own in before if not Path(path).exists()} | here
         write_text_atomically(folder.fetched, json.dumps(known) + "\n")
         return here
+
+    @property
+    def _roots(self) -> tuple[Path, ...]:
+        return () if self._server is None else self._server.roots
+
+    def _has(self, number: int, files: Mapping[str, FileIdentity]) -> bool:
+        """Whether this machine serves a root with the whole of these files, as one that has led before."""
+        with suppress(OSError, IndexError, BiremeError):
+            own = files_in(root := self._roots[number])
+            is_same = own.keys() == files.keys()
+            is_same = is_same and all(own[name] == one for name, one in files.items() if one.num_bytes)
+            return is_same and not any(partial_files(root))
+        return False
 
     def begin(self, folder: RunFolder, run: RunFile, note: MachinesNote, room_bytes: int) -> None:
         """Begin to copy what others write, as a `Mirror` does; this machine serves its folder."""

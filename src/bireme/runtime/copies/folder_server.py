@@ -91,14 +91,8 @@ class FolderServer(RequestServer):
         return path
 
     def _tree(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
-        root = self._path(asked["root"])
-        paths = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-        found = [
-            ("" if path == root else path.relative_to(root).as_posix(), FileIdentity.of(path))
-            for path in paths
-            if not is_record(path)
-        ]
-        talk.say({"files": [[name, one.num_bytes, one.changed_ns] for name, one in found]})
+        files = files_in(self._path(asked["root"]))
+        talk.say({"files": [[name, one.num_bytes, one.changed_ns] for name, one in files.items()]})
 
     def _steps(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         folder, names = str(asked["folder"]), list[str]()
@@ -172,6 +166,14 @@ class FolderServer(RequestServer):
                 if used_s + _OPEN_S < now_s or number >= _MOST_OPEN:
                     del self._files[one]
             return file
+
+
+def files_in(root: Path) -> dict[str, FileIdentity]:
+    """The files in a root, by their names relative to it; the empty name of a root that is a file."""
+    if not root.is_dir():
+        return {"": FileIdentity.of(root)}
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and not is_record(path))
+    return {path.relative_to(root).as_posix(): FileIdentity.of(path) for path in paths}
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
