@@ -106,7 +106,7 @@ def _positions(module: nn.Embedding, part: _Part, ids: Tensor) -> Tensor:
 
 
 def _applied(function: type[torch.autograd.Function], *values: Any) -> Tensor:
-    found: Tensor = function.apply(*values)  # type: ignore[no-untyped-call]  # torch's own
+    found: Tensor = function.apply(*values)
     return found
 
 

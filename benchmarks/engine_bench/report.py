@@ -306,7 +306,7 @@ def _footprint(world: World, schedule: str) -> int:
     gpt = load_small_gpt()
     # What torch takes for itself when it first computes is no part of the model's memory.
     warm = torch.zeros(64, 64, requires_grad=True)
-    (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    (warm @ warm).sum().backward()
     before = resident_bytes("VmRSS")
     pipeline = Pipeline(
         gpt.graph, Plan(gpt.cuts, _FOOTPRINT_MICROBATCHES, schedule), world, weights=gpt.weights

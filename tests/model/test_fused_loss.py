@@ -118,7 +118,7 @@ def trained(
         name: one.detach().clone().requires_grad_(one.requires_grad) for name, one in model.named_parameters()
     }
     loss = function(own, {}, samples(batch))["loss"]
-    (0.3 * loss).backward()  # type: ignore[no-untyped-call]
+    (0.3 * loss).backward()
     return loss.detach(), {name: one.grad for name, one in own.items() if one.grad is not None}
 
 
@@ -194,7 +194,7 @@ def test_where_no_target_counts_the_loss_is_nan_and_gradients_are_zero() -> None
     given = samples(FEW)
     given["labels"].fill_(7)
     loss = whole(one)(own, {}, given)["loss"]
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.isnan()
     head = own["head.weight"].grad
     assert head is not None
@@ -208,7 +208,7 @@ def test_the_loss_of_no_rows_is_nan(learns: bool) -> None:
     loss = linear_cross_entropy(
         hidden, weight.requires_grad_(learns), None, targets, (), torch.float32, MEAN, -100
     )
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert loss.isnan()
     assert hidden.grad is not None
     assert hidden.grad.shape == hidden.shape
@@ -331,7 +331,7 @@ def test_products_of_sixteen_bits_add_up_in_float32() -> None:
         given = [one.to(kind).requires_grad_() for one in (hidden.clone(), weight.clone())]
         if kind is torch.bfloat16:
             given[1].grad_dtype = torch.float32
-        loss_of(*given).backward()  # type: ignore[no-untyped-call]
+        loss_of(*given).backward()
         return [one.grad.double() for one in given if one.grad is not None]
 
     exact = gradients(torch.float64, lambda x, w: functional.cross_entropy(x @ w.T, targets))

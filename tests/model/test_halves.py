@@ -22,7 +22,7 @@ from tests.support.graphs import captured_once
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 
 
-class Products(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Products(DispatchMode):
     """Counts products of matrices."""
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def test_maps_give_what_they_gave_and_pairs_in_place_of_their_gradient() -> None
     for resolve in (torch_operator, feeding(torch_operator, maps, gradient_hook)):
         own = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
         loss = StageFunction(graph, units_of(graph), resolve=resolve)(own, {}, inputs)["loss"]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         results.append((loss.detach(), own))
     (wanted, plain), (loss, fed) = results
     assert torch.equal(loss, wanted)

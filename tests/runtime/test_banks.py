@@ -195,7 +195,7 @@ def test_a_parameter_takes_the_bytes_it_must(
     sums = banks.gradients.open(0)
     for _ in range(3):
         with sums.into(banks.leaves(0)):
-            banks.leaves(0)["learned"].square().sum().backward()  # type: ignore[no-untyped-call]
+            banks.leaves(0)["learned"].square().sum().backward()
     banks.update(1, dict(sums.items()))
     banks.gradients.release(sums)
     assert banks.gradients.open(0) is sums
@@ -245,5 +245,5 @@ def test_gradients_in_bfloat16_are_summed_in_float32() -> None:
     sums = banks.gradients.open(0)
     for _ in range(1000):
         with sums.into(banks.leaves(0)):
-            (banks.leaves(0)["w"] * 1.0).sum().backward()  # type: ignore[no-untyped-call]
+            (banks.leaves(0)["w"] * 1.0).sum().backward()
     assert dict(sums.items())["w"].tolist() == [1000.0, 1000.0]  # type: ignore[union-attr]

@@ -270,7 +270,7 @@ def crosses() -> None:
         strange.unpack(torch.device(FAR))
 
 
-class Queueing(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Queueing(DispatchMode):
     """Refuses whatever would wait for the device: the host's look at numbers of it, or shapes that depend on
     them.
     """

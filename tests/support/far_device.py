@@ -27,8 +27,8 @@ _kept: list[torch.library.Library] = []
 def make_far_device() -> torch.device:
     """Register it; whatever is made with `device="far"` from now on is a `_Far`."""
     _setup_privateuseone_for_python_backend(FAR, _Module())
-    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-    library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
     _kept.append(library)
     torch.tensor = _tensor  # type: ignore[assignment]  # of a list, it copies in a way that a device made in Python does not see
     return torch.device(FAR, 0)
@@ -101,7 +101,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if asked is not None and torch.device(asked).type == "cpu":
         return found
     wrapped = _far(found)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped) if _aliases(func) else wrapped  # type: ignore[no-untyped-call]
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if _aliases(func) else wrapped
 
 
 @cache

@@ -84,7 +84,7 @@ def _feed(
 
         def note(_layer: nn.Module, given: tuple[Tensor], made: Tensor, name: str = name) -> None:
             seen[name] = given[0].detach()
-            made.register_hook(lambda back: streams[name].feed(back, seen[name]))  # type: ignore[no-untyped-call]
+            made.register_hook(lambda back: streams[name].feed(back, seen[name]))
 
         hooks.append(layer.register_forward_hook(note))
     loss = module(**piece)["loss"]

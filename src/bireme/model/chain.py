@@ -245,7 +245,7 @@ def _by_name(example_inputs: Inputs, links: Mapping[str, _ChainLink]) -> dict[st
     return {name: value.detach().to(device) for name, value in named.items()}
 
 
-class _Watch(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Watch(DispatchMode):
     """Notes whether anything is drawn at random."""
 
     def __init__(self) -> None:

@@ -222,7 +222,7 @@ def _without_numbers(_logits: Tensor, _targets: Tensor, factor: Tensor, *_: Any,
 # `torch.library.custom_op` would import the compiler at the first call, which takes 80 MiB and 1.6 s.
 
 if not hasattr(torch.ops.bireme, "softmax_loss"):  # else this module was imported before, and is once more
-    _library: Any = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    _library: Any = torch.library.Library("bireme", "FRAGMENT")
     _library.define(
         "softmax_loss(Tensor(a!) logits, Tensor targets, Tensor factor, int ignored, *, bool makes_gradient) "
         "-> Tensor"

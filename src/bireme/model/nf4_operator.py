@@ -194,7 +194,7 @@ def _without_numbers(_given: Tensor, _into: Tensor, _begin: int, _count: int) ->
 # As an operator of torch, compilers leave it alone, and bytes are counted without a look at its blocks.
 
 if not hasattr(torch.ops.bireme, "nf4_unpack"):  # else this module was imported before, and is once more
-    _library: Any = torch.library.Library("bireme", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    _library: Any = torch.library.Library("bireme", "FRAGMENT")
     _library.define("nf4_unpack(Tensor given, Tensor(a!) into, int begin, int count) -> ()")
     _library.impl("nf4_unpack", _unpack, "CompositeExplicitAutograd")
     _library.impl("nf4_unpack", _without_numbers, "Meta")

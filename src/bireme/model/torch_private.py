@@ -150,7 +150,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def storage_watch(tensor: Tensor) -> object:
     """What keeps the `storage_id` of a tensor from being given to other memory, though not the memory."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch forgets it
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def version_of(tensor: Tensor) -> int:

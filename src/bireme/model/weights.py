@@ -486,7 +486,7 @@ class _Parts:
         return found
 
 
-class _Draws(DispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Draws(DispatchMode):
     """Seeds every draw by where it is made, and remembers which storages are written to."""
 
     def __init__(self, seed: int) -> None:

@@ -36,7 +36,7 @@ from bireme.profile.behavior import (
 )
 
 
-class StorageTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class StorageTrace(TorchDispatchMode):
     """Follows the storages of all tensors that operators touch inside its `with` block.
 
     It counts a storage from the operator that returns it, or from `adopt`, or from its first use where it

@@ -507,7 +507,7 @@ class _LeafHooks:
             self._leaves.append(leaves)
             for name in names:
                 come = partial(_come, self.lent, name)  # which does not keep the leaves
-                leaves[name].register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                leaves[name].register_post_accumulate_grad_hook(come)
         return self.lent
 
 
