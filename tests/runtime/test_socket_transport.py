@@ -24,7 +24,7 @@ from bireme.runtime.socket_transport import (
     meet,
     ordinary_bytes,
 )
-from bireme.runtime.stores import RunStore, serve_store
+from bireme.runtime.stores import HashStore, RunStore, serve_store
 from bireme.schedule.instruction import Message
 from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError
@@ -312,6 +312,35 @@ def test_ranks_meet_through_the_store_and_strangers_stay_outside(
 
     with ExitStack() as silent:
         assert run_threads(3, work) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+
+
+def test_who_is_lost_has_its_number_in_the_world_while_ranks_meet_and_afterwards() -> None:
+    """The second replica of a pipeline of two: its ranks 0 and 1 were named, which are those of the first."""
+    ranks = [2, 3]
+
+    def work(rank: int) -> str:
+        lines = meet(store, "here", rank=rank, ranks=ranks, neighbors={1 - rank}, timeout_s=20)
+        transport = SocketTransport(lines, timeout_s=0.3, ranks=ranks)
+        pending = Receive(transport, key(0, forward=rank == 1), 1 - rank, 8)
+        try:
+            with pytest.raises(PeerLost if rank else BiremeError) as caught:
+                pending.wait()
+        finally:
+            transport.close()
+        return str(caught.value)
+
+    store = HashStore()
+    silent, lost = run_threads(2, work)
+    assert "did not arrive from rank 3" in silent
+    assert "Rank 2 is gone" in lost
+
+    with pytest.raises(PeerLost, match="Rank 3 is gone: it did not connect"):
+        meet(HashStore(), "here", rank=0, ranks=ranks, neighbors={1}, timeout_s=0.2)
+    store, gone = HashStore(), socket.create_server(("127.0.0.1", 0))
+    store.set("here/2", f"1000 key 127.0.0.1 {gone.getsockname()[1]} none")
+    gone.close()
+    with pytest.raises(PeerLost, match=r"Rank 2 is gone: .*refused"):
+        meet(store, "here", rank=1, ranks=ranks, neighbors={0}, timeout_s=20)
 
 
 def joined(segment_bytes: int) -> tuple[Lines, Lines]:

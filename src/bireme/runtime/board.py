@@ -158,7 +158,7 @@ def _first_line(text: str) -> str:
 class PeerLost(Exception):  # noqa: N818 (it is an event, which others act on)
     """The connection to a rank broke: its process has ended, or has given up itself.
 
-    `rank` is its place in the pipeline, `reason` what the transport said.
+    `rank` is its number in the world, `reason` what the transport said.
     """
 
     def __init__(self, rank: int, reason: str) -> None:

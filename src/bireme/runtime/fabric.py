@@ -53,7 +53,7 @@ class NcclTransport:
     is_host = False
 
     def __init__(self, pipeline: Sequence[int], routes: Routes, device: torch.device) -> None:
-        own = dist.get_rank()
+        self._pipeline, own = tuple(pipeline), dist.get_rank()
         self._groups: dict[tuple[Channel, int], tuple[dist.ProcessGroup, int]] = {}
         """By channel and the other rank's place in the pipeline; with its number in the group."""
         hello = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -74,12 +74,12 @@ class NcclTransport:
     def send(self, key: Message, to: int, payload: Tensor, num_bytes: int | None = None) -> Pending:
         """Begin to send, after the work already in the current stream; always the whole payload."""
         group, peer = self._groups[Channel(key.forward, key.to_stage), to]
-        return _waiting(group.send, peer, to, payload)
+        return _waiting(group.send, peer, self._pipeline[to], payload)
 
     def receive(self, key: Message, source: int, payload: Tensor) -> Pending:
         """Begin to receive."""
         group, peer = self._groups[Channel(key.forward, key.to_stage), source]
-        return _waiting(group.recv, peer, source, payload)
+        return _waiting(group.recv, peer, self._pipeline[source], payload)
 
     def close(self) -> None:
         """Give the communicators back."""
@@ -284,7 +284,7 @@ class DistFabric:
             )
             has_own_cores = world.num_local * torch.get_num_threads() <= num_cores()
             awake_s = _AWAKE_S if has_own_cores else 0.0
-            transport = SocketTransport(lines, timeout_s=self._wait_s, awake_s=awake_s)
+            transport = SocketTransport(lines, timeout_s=self._wait_s, awake_s=awake_s, ranks=ranks)
         world.watch.abort_on_failure(transport)
         return transport
 

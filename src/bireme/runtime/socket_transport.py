@@ -303,15 +303,26 @@ class SocketTransport:
 
     is_host = True
 
-    def __init__(self, lines: Mapping[int, Lines], *, timeout_s: float, awake_s: float = 0.0) -> None:
-        """Every wait stays awake for `awake_s` before it sleeps."""
+    def __init__(
+        self,
+        lines: Mapping[int, Lines],
+        *,
+        timeout_s: float,
+        awake_s: float = 0.0,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """Every wait stays awake for `awake_s` before it sleeps. Errors name peers by their numbers in the
+        world, if `ranks` has these.
+        """
         self.timeout_s = timeout_s
         self._awake_s = awake_s
         self._failure: Exception | None = None
         self._poller = Poller()
-        self._lines = {peer: SocketLine(self, peer, pair.small) for peer, pair in lines.items()}
+        names = {peer: ranks[peer] if ranks else peer for peer in lines}
+        self._lines = {peer: SocketLine(self, names[peer], pair.small) for peer, pair in lines.items()}
         self._large_messages = {
-            peer: LargeMessages(self, peer, pair.large, self._poller.ring) for peer, pair in lines.items()
+            peer: LargeMessages(self, names[peer], pair.large, self._poller.ring)
+            for peer, pair in lines.items()
         }
         self._ordinary_bytes = {peer: pair.ordinary_bytes for peer, pair in lines.items()}
         self._moves = [
@@ -475,11 +486,15 @@ def met(
             its_bytes, its_key, address = store.get(where).decode().split(maxsplit=2)
             limits[peer] = int(its_bytes)
             for line in range(num_lines):
-                sockets[peer, line] = call(address, its_key, _PURPOSE.pack(rank, line, own_bytes), timeout_s)
+                purpose = _PURPOSE.pack(rank, line, own_bytes)
+                try:
+                    sockets[peer, line] = call(address, its_key, purpose, timeout_s)
+                except OSError as error:
+                    raise PeerLost(ranks[peer], str(error) or type(error).__name__) from error
         ends_s = time.monotonic() + timeout_s
         while absent := expected - sockets.keys():
             if time.monotonic() > ends_s:
-                raise PeerLost(min(absent)[0], f"it did not connect within {timeout_s:g} s")
+                raise PeerLost(ranks[min(absent)[0]], f"it did not connect within {timeout_s:g} s")
             poller.wait(min(LOOK_S, timeout_s))
             listener.sweep()
         found = dict(sockets)
