@@ -142,7 +142,13 @@ def pinned_like(tensor: Tensor) -> Tensor:
 
 def on_host(tensor: Tensor) -> Tensor:
     """The tensor if it is on the host, else a copy of it in pinned memory there."""
-    return tensor if tensor.device.type == "cpu" else pinned_like(tensor).copy_(tensor)
+    room = room_on_host(tensor)
+    return tensor if room is tensor else room.copy_(tensor)
+
+
+def room_on_host(tensor: Tensor) -> Tensor:
+    """The tensor if it is on the host, else pinned memory there for one like it."""
+    return tensor if tensor.device.type == "cpu" else pinned_like(tensor)
 
 
 def mark(device: torch.device) -> torch.Event:

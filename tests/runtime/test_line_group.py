@@ -180,6 +180,21 @@ def test_sums_of_other_kinds_of_numbers() -> None:
         assert all(bool((one == 6).all()) for one in tensors)
 
 
+def test_what_comes_for_a_device_is_not_read_from_there_first() -> None:
+    """Memory that a message was to fill went to the host before it: half of the bytes of each exchange."""
+
+    def work(group: LineGroup) -> None:
+        if group.rank:
+            group.copy_from(torch.zeros(8), 1).wait()
+            group.send(torch.zeros(8), 0)
+        else:
+            unreadable = torch.empty(8, device="meta")
+            group.copy_from(unreadable, 1).wait()
+            group.receive(unreadable, 1)
+
+    on_threads(2, work)
+
+
 def test_a_group_uses_the_lines_of_the_one_before_whoever_is_slower() -> None:
     """A member may be in the second group, and have sent there, while another one waits in the first."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.devices import on_host
+from bireme.devices import on_host, room_on_host
 from bireme.runtime.board import PeerLost
 from bireme.sync.group import AbortedError, CollectiveError
 from bireme.sync.rounds.round_group import LineBroken, PeerLine, RoundGroup, Stamp
@@ -87,7 +87,7 @@ class LineGroup(RoundGroup):
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill the tensor with what the member `source` sends."""
-        here = on_host(tensor)
+        here = room_on_host(tensor)
         self.message(here, source, self.rank).wait()
         if here is not tensor:
             tensor.copy_(here)

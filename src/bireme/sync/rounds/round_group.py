@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bireme.devices import on_host
+from bireme.devices import on_host, room_on_host
 from bireme.errors import BiremeError
 from bireme.sync.group import Waiting, add_in_order
 from bireme.wire.connection import (
@@ -409,7 +409,7 @@ class RoundGroup:
         """Begin to send tensors on the host to the members at some places, and to fill others with what some
         send. As much goes at once as the kernel takes. A tensor without elements is not sent.
         """
-        missing, here = set[int](), {place: on_host(into) for place, into in taken.items()}
+        missing, here = set[int](), {place: room_on_host(into) for place, into in taken.items()}
         self._move(given, here, self.tag(_WHOLE, self._numbers(1).start), missing)
         apart = [(here[place], into) for place, into in taken.items() if here[place] is not into]
 
