@@ -233,7 +233,9 @@ class GroupReducer(Reducer):
         self._bell = Bell() if overlaps else None
         self.arrivals = self._arrivals if overlaps else None
         self._buckets: dict[tuple[int, ...], Sequence[Bucket]] = {}
-        """By the addresses of flats, which are used again for later batches."""
+        """By the addresses of flats, which are used again for later batches. Buckets have views of them, so no
+        other memory gets these addresses.
+        """
         self._replicas: Group = replicas or SingleRankGroup()
         self._tied = dict(tied or {})
         self.summed_apart = self._tied.keys()
