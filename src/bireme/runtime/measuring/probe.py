@@ -335,6 +335,7 @@ _MOST_FLOW_S = 0.5
 _MESSAGES_OF_FLOW = 5
 """At least, in the time that a flow is measured for."""
 _MOST_RANKS = 256
+_TIMEOUT_S = 300.0
 
 ProgressBar = Callable[[str], AbstractContextManager[Progress]]
 """Opens a bar that shows a first text; the block calls it with the part that is done and the next text."""
@@ -391,7 +392,6 @@ def probe_here(
     setting: ProbeSetting | None = None,
     *,
     backend: "Backend" = "gloo",
-    timeout_s: float = 300.0,
     progress_bar: ProgressBar = _no_bar,
 ) -> _Probe:
     """Probe this machine with so many processes of its own. The first process opens the bar."""
@@ -399,7 +399,7 @@ def probe_here(
     _check_setting(setting)
     if not 1 <= num_processes <= _MOST_RANKS:
         raise BiremeError(f"{num_processes} processes cannot be probed; it takes 1 to {_MOST_RANKS}.")
-    found = launch(_probe_in, num_processes, setting, progress_bar, backend=backend, timeout_s=timeout_s)[0]
+    found = launch(_probe_in, num_processes, setting, progress_bar, backend=backend, timeout_s=_TIMEOUT_S)[0]
     assert found is not None
     return found
 
@@ -408,12 +408,11 @@ def probe_of_environment(
     setting: ProbeSetting,
     *,
     backend: "Backend" = "gloo",
-    timeout_s: float = 300.0,
     progress_bar: ProgressBar = _no_bar,
 ) -> _Probe | None:
     """Probe the ranks that torchrun started, of which this is one; None on all but the first."""
     _check_setting(setting)
-    with World.from_environment(timeout_s=timeout_s, backend=backend) as world:
+    with World.from_environment(timeout_s=_TIMEOUT_S, backend=backend) as world:
         return _probe_in(world, setting, progress_bar)
 
 
