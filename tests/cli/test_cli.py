@@ -136,6 +136,13 @@ def test_an_interrupt_that_a_library_wraps_and_a_name_that_is_not_utf_8_are_no_b
     result = bireme(capsys, "schedule", "2bw")
     assert (result.status, result.err) == (130, "")
 
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError(len(KeyboardInterrupt.__mro__))
+
+    monkeypatch.setattr("bireme.schedule.catalogue.generate", fail)
+    result = bireme(capsys, "schedule", "2bw")
+    assert (result.status, "This is a bug" in result.err) == (1, True), "a line of code that names it is none"
+
 
 def test_a_path_that_no_file_can_have_is_a_sentence(capsys: Capture) -> None:
     result = bireme(capsys, "report", "a" * 300)

@@ -158,7 +158,7 @@ def main() -> None:
             near = error.object[max(error.start - 40, 0) : error.end].splitlines()[-1]
             tell(f"A name or a text is not UTF-8: {near!a}. Rename the file or folder, or correct the text.")
             sys.exit(2)
-        if "KeyboardInterrupt" in "".join(traceback.format_exception(error)):
+        if "KeyboardInterrupt" in "".join(traceback.format_exception(error, limit=0)):
             sys.exit(130)  # a library put the interrupt into an error of its own
         traceback.print_exc()
         typer.echo("This is a bug in Bireme: please report it with the lines above.", err=True)
