@@ -13,6 +13,7 @@ Settings: unshaped, 1gbit, 100mbit-20ms, 100mbit-slow-host.
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -44,9 +45,9 @@ def rows_of(results: Results, setting: str, target: float) -> list[dict[str, Any
     for name in dict.fromkeys(one["contender"] for one in runs):
         own = [one for one in runs if one["contender"] == name]
         curves = [curve_of(one) for one in own]
-        found = {one["seed"]: crossing(curve, target) for one, curve in zip(own, curves, strict=True)}
-        reached = {seed: crossed for seed, crossed in found.items() if crossed is not None}
-        most = len(reached) * 2 > len(own)
+        found = [crossing(curve, target) or (inf, inf) for curve in curves]
+        reached = {one["seed"]: at_s for one, (_, at_s) in zip(own, found, strict=True) if at_s < inf}
+        steps, seconds = (median(values) for values in zip(*found, strict=True))
         ends = [curve[-1] for curve in curves]
         sent = [end.card_bytes / end.step for end in ends if end.card_bytes is not None]
         rows.append(
@@ -54,9 +55,9 @@ def rows_of(results: Results, setting: str, target: float) -> list[dict[str, Any
                 "contender": name,
                 "seeds": len(own),
                 "reached": len(reached),
-                "seconds": median(seconds for _, seconds in reached.values()) if most else None,
-                "seconds_by_seed": {seed: round(seconds, 2) for seed, (_, seconds) in reached.items()},
-                "steps": median(steps for steps, _ in reached.values()) if most else None,
+                "seconds": seconds if seconds < inf else None,
+                "seconds_by_seed": {seed: round(at_s, 2) for seed, at_s in reached.items()},
+                "steps": steps if steps < inf else None,
                 "step_s": median(end.seconds / end.step for end in ends),
                 "kB_a_step": median(sent) / 1e3 if sent else None,
                 "loss_when_the_first_arrives": None,
@@ -112,8 +113,8 @@ def verdicts(setting: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
 
 
 def _times(names: Sequence[str], reached: Mapping[str, Mapping[int, float]]) -> float | None:
-    """How many times as long as Bireme the best of these contenders takes, by the medians of the seeds that
-    both have run; None if there is no such seed.
+    """How many times as long as Bireme the best of these contenders takes, by the medians of the seeds with
+    which both have reached the loss; None if there is no such seed.
     """
     found = []
     for name in names:

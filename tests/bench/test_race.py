@@ -58,8 +58,11 @@ def test_rows_have_medians_over_seeds_and_the_fastest_first(tmp_path: Path) -> N
         add_run(results, CHOSEN, seed, step_s, [4.0, 2.0])
         add_run(results, "torch-1f1b", seed, 10 * step_s, [4.0, 2.0])
     add_run(results, "diloco", 0, 0.1, [4.0, 3.5])
+    for seed, losses in enumerate(([4.0, 2.0], [4.0, 3.5], [4.0, 3.5, 2.0])):
+        add_run(results, "ddp-bf16", seed, 4.0, losses)
     rows = {row["contender"]: row for row in rows_of(Results(tmp_path / "race.jsonl"), FAR, TARGET)}
-    assert [*rows] == [CHOSEN, "torch-1f1b", "diloco"]
+    assert [*rows] == [CHOSEN, "torch-1f1b", "ddp-bf16", "diloco"]
+    assert rows["ddp-bf16"]["seconds"] == pytest.approx(280 / 3), "of the three, one never reaches the loss"
     assert rows[CHOSEN]["seconds"] == pytest.approx(3.0)
     assert rows[CHOSEN]["loss_when_the_first_arrives"] == pytest.approx(3.0, abs=0.5)
     assert rows["torch-1f1b"]["kB_a_step"] == pytest.approx(0.1)
