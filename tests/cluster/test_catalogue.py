@@ -160,6 +160,7 @@ def test_gpus_with_nvlink_reach_each_other_over_it() -> None:
         ("rtx3091", "There is no device 'rtx3091' in the catalogue. Did you mean 'rtx309"),
         ("m3-max", "Apple M3 Max is sold with several sizes of memory. Give the size, such as m3-max:32GB."),
         ("rtx3090, ", "'' is no machine. Write it as rtx3090, 2x rtx3090 or m3-max:64GB."),
+        ("rtx4070 rtx3060", "'rtx4070 rtx3060' are 2 machines. Write a comma between two machines."),
         ("rtx3090:lots", "The memory of rtx3090 is 'lots'; write bytes as 6GB, 24GiB or 5e9."),
         ("rtx3090:0", "The memory of rtx3090 is 0; it must be 1 MiB to 1 EiB."),
         ("rtx3090+1e30GB", "The host memory of rtx3090 is 1e30GB; it must be 1 MiB to 1 EiB."),

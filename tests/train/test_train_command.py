@@ -161,6 +161,9 @@ def test_a_llama_folder_goes_in_and_one_that_transformers_evaluates_alike_comes_
     nowhere = bireme(capsys, "export", str(run), "--to", str(to / "config.json" / "model"))
     assert nowhere.status == 2
     assert "cannot be written" in nowhere.err
+    for taken, what in ((to, "a folder that is not empty"), (to / "config.json", "a file")):
+        result = bireme(capsys, "export", str(run), "--to", str(taken))
+        assert result.err == f"bireme: {taken} is {what}. Name a new folder.\n"
     assert _evaluated(model, load_run_file(run / "run.toml")) == pytest.approx(
         document["eval_loss"], rel=1e-5
     )

@@ -234,7 +234,9 @@ def generate(
     """Let a model write: continue prompts, or answer them.
 
     The model may be larger than the memory of this machine: with --machines it is on this one and those that
-    type `bireme join`. [dim]bireme generate runs/first-run "def "[/dim]
+    type `bireme join`.
+
+    [dim]bireme generate runs/first-run "def "[/dim]
 
     Arguments:
         model (RUN|FOLDER): The folder of a run, of an exported model, or of any transformers model.
@@ -330,7 +332,8 @@ def export(
 
     folder = RunFolder.of(run_dir)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise BiremeError(f"{to} already exists and is not empty. Name a new folder.")
+        what = "a folder that is not empty" if to.is_dir() else "a file"
+        raise BiremeError(f"{to} is {what}. Name a new folder.")
     run = folder.load_run()
     if merged and run.model.lora.rank is None:
         raise BiremeError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bireme.bounds import bytes_of, bytes_per_s_of
-from bireme.cluster.catalogue import PCIE_BYTES_PER_S, CatalogueDevice, catalogued
+from bireme.cluster.catalogue import PCIE_BYTES_PER_S, CatalogueDevice, catalogue, catalogued
 from bireme.cluster.cluster import ASSUMED_CARD, ASSUMED_LINK, Bridge, Card, Cluster, Link, Mesh, Server
 from bireme.errors import BiremeError
 
@@ -118,6 +118,8 @@ def _machine(text: str) -> NamedMachine:
     if found is None:
         raise BiremeError(f"{text.strip()!r} is no machine. Write it as rtx3090, 2x rtx3090 or m3-max:64GB.")
     count, word, memory, host = found.groups()
+    if len(names := word.split()) > 1 and catalogue().keys() >= {*names}:
+        raise BiremeError(f"{text.strip()!r} are {len(names)} machines. Write a comma between two machines.")
     device = catalogued(word)
     if not 1 <= int(count or 1) <= MOST_MACHINES:
         raise BiremeError(f"{text.strip()} has {count} devices; it must have 1 to {MOST_MACHINES}.")
