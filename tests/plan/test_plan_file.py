@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bireme.errors import BiremeError
 from bireme.model.graph_file import graph_hash
 from bireme.model.units import units_of
 from bireme.plan.forecast import Answer, Candidate, Forecast, Origin, PlanKind, StageForecast, summarize
-from bireme.plan.plan import Plan
+from bireme.plan.plan import Plan, values_of
 from bireme.plan.plan_file import (
     PlannedUnit,
     SavedPlan,
@@ -30,7 +30,9 @@ from bireme.plan.plan_file import (
     write_plan,
 )
 from bireme.profile.profile import save_profile
-from bireme.schedule.catalogue import SCHEDULES
+from bireme.schedule.catalogue import SCHEDULES, generate
+from bireme.schedule.source import LONG
+from bireme.schedule.weave import UpdateTiming
 from tests.support.extent import examples
 from tests.support.hand_plans import answer_of, candidate_of, tiny_profile
 from tests.support.patience import patience_s
@@ -128,6 +130,20 @@ def test_a_bare_plan_or_candidate_is_a_file_too(tmp_path_factory: pytest.TempPat
     candidate = candidate_of(plan, 31)
     write_plan(path, candidate)
     assert load_plan(path) == SavedPlan(candidate.plan, candidate.forecast)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_later_window_is_as_if_it_were_generated(name: str) -> None:
+    plan = Plan((1, 2, 3), 4, name)
+    for num_batches, first_batch in product((3, 13, LONG), (1, 5)):
+        generated = generate(
+            name,
+            num_batches=num_batches,
+            first_batch=first_batch,
+            timing=UpdateTiming(early=plan.is_early, halfway=plan.updates_halfway),
+            **values_of(plan, ("num_stages", "num_microbatches", "stages_per_rank", "num_sliced")),
+        )
+        assert plan.program(num_batches, first_batch) == generated
 
 
 def test_a_plan_written_by_hand_needs_the_plan_alone(tmp_path: Path) -> None:

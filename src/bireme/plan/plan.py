@@ -388,14 +388,14 @@ def _program(plan: Plan, average_lag: int | None, num_batches: int, first_batch:
 
 @lru_cache(maxsize=64)
 def _remembered(plan: Plan, num_batches: int, first_batch: int, average_lag: int | None = None) -> Program:
-    if plan.paging is None:
-        return _resident(plan, num_batches, first_batch, average_lag)
     known = None if average_lag is not None else KNOWN.get((plan, num_batches, first_batch))
     if known is not None:
         return known
     base = min(first_batch, 1) if plan.source.rule is Rule.DELAYED else 0
     if first_batch > base:
         return _remembered(plan, num_batches, base, average_lag).later(first_batch - base)
+    if plan.paging is None:
+        return _resident(plan, num_batches, first_batch, average_lag)
     if num_batches > WRITTEN_OUT and num_batches != LONG:
         loop = _remembered(plan, LONG, first_batch, average_lag)
         if num_batches > LONG - min(track.repeats for track in loop.tracks) + _COMPARED:
