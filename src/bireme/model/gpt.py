@@ -168,6 +168,8 @@ class _Linear(nn.Linear):
         super().__init__(wide, out, bias=bias)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:  # where torch takes its time for nothing
+            return
         nn.init.normal_(self.weight, std=self.deviation)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -177,4 +179,5 @@ class _Embedding(nn.Embedding):
     """A table with normally distributed rows."""
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=_DEVIATION)
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=_DEVIATION)

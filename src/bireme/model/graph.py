@@ -11,9 +11,9 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypeAliasType
@@ -268,6 +268,28 @@ class Graph:
     def parameter_bytes(self) -> int:
         """The bytes of all parameters, tied ones once."""
         return sum(parameter.num_bytes for parameter in self.parameters)
+
+
+# What follows from a graph alone. Its fields have no fast hash, so a graph is found again by its identity.
+
+_Found = TypeVar("_Found")
+_MOST_GRAPHS = 8
+
+
+def once_for_each_graph(make: Callable[[Graph], _Found]) -> Callable[[Graph], _Found]:
+    """The function, with its results for the last few graphs remembered."""
+    known: dict[int, tuple[Graph, _Found]] = {}
+
+    @wraps(make)
+    def found(graph: Graph) -> _Found:
+        kept = known.get(id(graph))
+        if kept is None or kept[0] is not graph:
+            kept = known[id(graph)] = graph, make(graph)
+            for number in [*known][:-_MOST_GRAPHS]:
+                known.pop(number, None)
+        return kept[1]
+
+    return found
 
 
 # Which values of a graph learn: they receive a gradient, because a trainable parameter comes before them.

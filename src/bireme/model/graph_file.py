@@ -15,7 +15,17 @@ from typing import Any
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
 from bireme.files import write_text_atomically
-from bireme.model.graph import Graph, ModelState, Operator, Output, PackedMatrix, Reference, Token, Value
+from bireme.model.graph import (
+    Graph,
+    ModelState,
+    Operator,
+    Output,
+    PackedMatrix,
+    Reference,
+    Token,
+    Value,
+    once_for_each_graph,
+)
 
 _FORMAT = 1
 
@@ -35,6 +45,7 @@ def load_graph(path: Path) -> Graph:
     return graph
 
 
+@once_for_each_graph
 def graph_hash(graph: Graph) -> str:
     """Sixteen hexadecimal digits that are the same for equal graphs, whatever they are called.
 

@@ -24,7 +24,16 @@ from itertools import pairwise
 
 from bireme.codec.sum_description import GradientForm
 from bireme.errors import BiremeError
-from bireme.model.graph import Argument, Graph, ModelState, Operator, Reference, Token, references
+from bireme.model.graph import (
+    Argument,
+    Graph,
+    ModelState,
+    Operator,
+    Reference,
+    Token,
+    once_for_each_graph,
+    references,
+)
 
 # The weights of a graph that are linear maps: what their gradients are made of is pairs of rows.
 #
@@ -194,6 +203,7 @@ class Unit:
     structure: str
 
 
+@once_for_each_graph
 def units_of(graph: Graph) -> tuple[Unit, ...]:
     """The units of a graph, in order; at least one."""
     flow = _Flow(graph)

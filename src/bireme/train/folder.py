@@ -170,9 +170,10 @@ class RunFolder:
 
         Those in the file that begin with `./` are of this folder, wherever it is now.
         """
-        own = settings_within(load_run_file(self.run_file), self.path)
-        run = with_absolute_paths(load_run_file(self.run_file, [*own, *sets]), Path.cwd())
-        return self.completed(self.with_fetched(run))
+        run = load_run_file(self.run_file)
+        if changed := [*settings_within(run, self.path), *sets]:
+            run = load_run_file(self.run_file, changed)
+        return self.completed(self.with_fetched(with_absolute_paths(run, Path.cwd())))
 
     def with_fetched(self, run: RunFile) -> RunFile:
         """The run with the files that this machine has fetched, in place of those that it does not have."""
