@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,9 +21,10 @@ from bireme.machines.findings import Finding
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.keys import HOME, MachineKey
 from bireme.machines.line import check_between
-from bireme.machines.orders import MachineOrders, PhaseReport, RunOffer
+from bireme.machines.measured_lines import MeasuredLine
+from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
-from bireme.machines.phases import PhaseForecast
+from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.train import attendance
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 from bireme.wire.encryption import ALWAYS, VARIABLE
@@ -338,6 +340,33 @@ def test_machines_measure_the_lines_between_them_before_the_run_begins(
     first, second = sorted(one.orders.lines for one in there if one.orders is not None)
     assert (first, [(one.first, one.second) for one in second]) == ((), [(0, 1)])
     assert second[0].line.out_bytes_per_s > 1e5
+
+
+def test_after_a_loss_the_lines_are_those_with_which_plans_were_made_ahead(
+    meeting: Meeting, tmp_path: Path
+) -> None:
+    """They were measured again while the first phase trained, so no plan that it had made was found."""
+    gathering = Gathering(
+        replace(RUN, can_return=False), OWN, "127.0.0.1", (3, 3), 0.0, meeting.list, meeting.told.append
+    )
+    keys = [one.public for one in (BLUE, GREEN, RED)]
+    for key in keys:
+        token = issue_tokens(meeting.list, OWN.public, 1, 60.0)[0].secret
+        gathering.admit(key, token, key[:4])
+        gathering.take_offer(key, "127.0.0.1", asdict(MachineOffer(key[:8], 1, 1, (), 1)))
+
+    def measure(speed: float) -> None:
+        for one, two in combinations(keys, 2):
+            gathering._lines.note(one, two, MeasuredLine(speed, speed, 0.001))
+
+    measure(1e6)
+    gathering.turn()
+    measure(2e6)
+    gathering.phases.note_progress(PhaseProgress(1, 0, 1, 1.0), 0.0)
+    gathering.leave(keys[0], keys[0][:8], for_good=False)
+    gathering.turn()
+    (orders,) = (one.lines for one in gathering._orders[2].values() if one.lines)
+    assert [(one.ends, one.line.out_bytes_per_s) for one in orders] == [((0, 1), 1e6)]
 
 
 def test_a_list_that_cannot_be_read_any_more_puts_no_machine_out(meeting: Meeting) -> None:

@@ -29,7 +29,7 @@ from bireme.machines.admission import AdmissionList, change_admissions, read_adm
 from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, LineListener, RequestLine, answer_check
-from bireme.machines.measured_lines import LineTable, MeasuredLine
+from bireme.machines.measured_lines import LineBetween, LineTable, MeasuredLine
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseRules, RunPhase, RunPhases
@@ -116,6 +116,7 @@ class Gathering:
         self._lock = threading.RLock()
         self._documents: dict[int, list[str]] = {}
         self._kept = (0, 0)
+        """The phase that trains, or did last, and the newest one then."""
         self.keep: Callable[[int, tuple[RecordedMachine, ...]], None] = lambda _, __: None
         """Called with the number of the newest phase, and with the machines of the one that trains, before
         machines get orders for another phase.
@@ -136,6 +137,7 @@ class Gathering:
         """Go on with a run that a coordinator has left, with these machines in the phase that trains."""
         number = machines[0].orders.phase
         self._orders[number] = {one.public: one.orders for one in machines}
+        self._kept = number, 0
         for one in machines:
             is_own = one.public == self._own.public
             made = _Member(one.public, one.name, one.address, one.offer, 0.0, is_own, number, is_gone=True)
@@ -423,7 +425,7 @@ class Gathering:
         key, first, found = new_key(), 0, dict[str, MachineOrders]()
         counts = [self._num_ranks(one, members) for one in members]
         port, master = members[0].offer.port, members[0].address
-        lines = self._lines.among([one.public for one in members])
+        lines = self._lines_between([one.public for one in members])
         for number, (one, count) in enumerate(zip(members, counts, strict=True)):
             found[one.public] = MachineOrders(
                 phase.number, number, first, count, sum(counts), master, port, key, self._run, lines
@@ -431,6 +433,18 @@ class Gathering:
             lines = ()
             first += count
         return found
+
+    def _lines_between(self, keys: Sequence[str]) -> tuple[LineBetween, ...]:
+        """The lines between the machines of a new phase. After a loss they stay as they were for the phase
+        that trains, which has made plans with them ahead.
+        """
+        before = self._orders.get(self._kept[0], {})
+        if not set(keys) < before.keys():
+            return self._lines.among(keys)
+        places = {before[key].number: place for place, key in enumerate(keys)}
+        kept = [one for orders in before.values() for one in orders.lines if {*one.ends} <= places.keys()]
+        found = (replace(one, first=places[one.first], second=places[one.second]) for one in kept)
+        return tuple(found) or self._lines.among(keys)
 
     def _num_ranks(self, one: _Member, members: Sequence[_Member]) -> int:
         """The processes to start there. If replicas may die, one starts the others."""
