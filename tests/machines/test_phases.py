@@ -110,6 +110,20 @@ def test_work_that_is_no_training_begins_again_on_the_other_machines_and_stops_a
     assert (story.phases.is_over, story.phases.status) == (True, 130)
 
 
+def test_processes_are_killed_at_once_if_those_of_another_machine_have_noticed_the_loss() -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.end(1, a=1)
+    assert story.phases.phases_of("b")[0].end == ""  # it may end by itself, and say why
+    story.lose("c")
+    assert story.phases.phases_of("b")[0].end == "kill"
+    late = Story(machines="abc")
+    late.progress(20)
+    late.end(1, a=0)
+    late.lose("c")
+    assert late.phases.phases_of("b")[0].end == ""  # the run comes to its end
+
+
 def test_processes_that_do_not_notice_a_lost_machine_are_killed_after_the_patience() -> None:
     story = Story(machines="abc")
     story.progress(20)

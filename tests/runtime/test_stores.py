@@ -3,6 +3,7 @@
 import gc
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from bireme.errors import BiremeError
 from bireme.runtime.stores import (
+    HashStore,
     PrefixStore,
     RunStore,
     TCPStore,
@@ -56,6 +58,22 @@ def test_values_are_those_of_torch_s_stores_also_through_torch_s_own_prefixes(st
             there.wait(["bytes", "text"], timedelta(seconds=0.01))
     assert store.num_keys() == 6
     assert store.get("group/run/bytes") == every_byte
+
+
+def test_a_value_is_replaced_once_the_connection_that_has_put_it_is_closed(store: RunStore) -> None:
+    first, second = other(store), other(store)
+    first.set_while_here("a", "here", "gone")
+    first.set_while_here("b", "here", "gone")
+    second.set_while_here("b", "there", "gone too")  # as a connection that was made again
+    assert first._connection is not None
+    first._connection.socket.close()
+    ends_s = time.monotonic() + patience_s()
+    while store.get("a") != b"gone":
+        assert time.monotonic() < ends_s
+    assert store.get("b") == b"there"
+    kept = PrefixStore("run", HashStore())
+    kept.set_while_here("a", "here", "gone")
+    assert kept.get("a") == b"here"
 
 
 def test_a_value_is_waited_for(store: RunStore) -> None:

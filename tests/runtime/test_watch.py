@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bireme.errors import BiremeError
 from bireme.runtime import watch as watch_module
 from bireme.runtime.board import Board, Failure, FailureKind, Heartbeat, PeerLost, RankFailed, RunFailed
-from bireme.runtime.stores import HashStore, Store
+from bireme.runtime.stores import HashStore, PrefixStore, RunStore, Store, serve_store
 from bireme.runtime.watch import Watch, is_of_a_peer
 from tests.support.patience import patience_s
 
@@ -92,6 +92,65 @@ def test_a_rank_that_no_longer_beats_is_named() -> None:
     assert isinstance(error, RankFailed)
     assert error.rank == 1
     assert "no heartbeat" in error.text
+
+
+@contextmanager
+def watching_over_sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Watch], list[RunStore]]]:
+    """Three watches, each with a connection of its own to the store. Silence alone explains nothing."""
+    monkeypatch.setattr(watch_module, "_MISSED_BEATS", 10**6)
+    served = serve_store("127.0.0.1", key="key", timeout_s=patience_s())
+    stores = [RunStore("127.0.0.1", served.port, "key", patience_s()) for _ in range(3)]
+    watches = [
+        Watch(Board(PrefixStore("run", store), 3), rank, 3, timeout_s=patience_s())
+        for rank, store in enumerate(stores)
+    ]
+    for watch in watches:
+        watch.start()
+    for watch in watches:
+        watch.wait_for_everyone(patience_s())
+    try:
+        yield watches, stores
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+def ended(watch: Watch, store: RunStore) -> None:
+    """End a watch and its connection, as the end of its process does."""
+
+    def refused(*_request: object) -> None:
+        raise dist.DistNetworkError("the process has ended")
+
+    watch.stop()
+    store._ask = refused  # type: ignore[method-assign]
+    with store._asking:
+        assert store._connection is not None
+        store._connection.socket.close()
+
+
+def test_a_rank_whose_process_ends_without_a_reason_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with watching_over_sockets(monkeypatch) as ((first, second, third), stores):
+        second.doing = "2B1"
+        ended(second, stores[1])
+        error = first.explain(LOST)
+        assert isinstance(third.explain(LOST), RankFailed)
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.text.partition(":")[0]) == (1, "it has ended and left no reason")
+
+
+def test_a_rank_that_leaves_its_reason_and_ends_is_named_with_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with watching_over_sockets(monkeypatch) as ((first, second, third), stores):
+        second.failed(ArithmeticError("the sum is wrong"))
+        ended(second, stores[1])
+        third.explain(LOST)
+        ended(third, stores[2])
+        error = first.explain(PeerLost(2, "connection closed"))
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.summary) == (1, "ArithmeticError: the sum is wrong")
 
 
 def test_a_rank_that_no_longer_beats_is_named_by_itself_if_nobody_waits_for_it() -> None:

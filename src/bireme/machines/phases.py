@@ -456,7 +456,7 @@ class RunPhases:
         is_stuck = bool(phase.lost) and (self._needs_all(phase) or self._stands_still(phase, now_s))
         gone_s = max((now_s - since_s for since_s, _ in phase.lost.values()), default=0.0)
         is_other = any(key in self.machines for key in phase.lost)  # in another start of its `bireme join`
-        if is_stuck and (is_other or gone_s >= patience_s) and phase.end != "kill":
+        if is_stuck and (is_other or phase.worst or gone_s >= patience_s) and phase.end != "kill":
             self._end(phase, "kill", now_s)
         following, there = self.following, self._there
         if phase.end or not there:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -220,6 +220,8 @@ class Heartbeat:
     doing: str | None
     knows: bool = False
     """Whether the rank has learned of a root cause, and ends by it."""
+    gone: bool = False
+    """Whether the connection of the rank to the store is closed since then."""
 
 
 class Board:
@@ -231,7 +233,11 @@ class Board:
 
     def beat(self, rank: int, pulse: Heartbeat) -> None:
         """Give a sign of life."""
-        self._store.set(self._keys[rank], json.dumps(asdict(pulse)))
+        key, text = self._keys[rank], json.dumps(asdict(pulse))
+        if (put := getattr(self._store, "set_while_here", None)) is not None:
+            put(key, text, json.dumps(asdict(replace(pulse, gone=True))))
+        else:
+            self._store.set(key, text)
 
     def pulses(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
         """The last sign of life of these ranks; None of one that never gave any."""

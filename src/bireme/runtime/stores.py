@@ -49,7 +49,15 @@ class PrefixStore(_TorchPrefixStore):
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
-        self._store = store
+        self._prefix, self._store = prefix, store
+
+    def set_while_here(self, key: str, value: str, after: str) -> None:
+        """As `RunStore.set_while_here`; a store of another kind keeps the value."""
+        name = f"{self._prefix}/{key}"
+        if isinstance(self._store, PrefixStore | RunStore):
+            self._store.set_while_here(name, value, after)
+        else:
+            self._store.set(name, value)
 
 
 class StoreServer(TextServer):
@@ -58,6 +66,8 @@ class StoreServer(TextServer):
     def __init__(self, listening: socket.socket, key: str) -> None:
         super().__init__(listening, key, lambda answer: json.dumps(answer).encode(), _request)
         self._values: dict[str, str] = {}
+        self._after: dict[Client, dict[str, tuple[str, str]]] = {}
+        """By client and name: the value until its connection is closed, and the one after that."""
 
     def hear(self, client: Client, message: list[Any]) -> None:
         """Answer a request."""
@@ -66,6 +76,11 @@ class StoreServer(TextServer):
         match message:
             case ["set", str(name), str(value)]:
                 values[name] = value
+            case ["set_while_here", str(name), str(value), str(after)]:
+                is_here = client in self._clients
+                values[name] = value if is_here else after
+                if is_here:
+                    self._after.setdefault(client, {})[name] = value, after
             case ["get", [*names]]:
                 answer = [values.get(name) for name in names]
             case ["add", str(name), int(number)]:
@@ -79,6 +94,12 @@ class StoreServer(TextServer):
             case ["count"]:
                 answer = len(values)
         client.send([answer])
+
+    def _forget(self, client: Client) -> None:
+        for name, (value, after) in self._after.pop(client, {}).items():
+            if self._values.get(name) == value:  # else another connection has set it
+                self._values[name] = after
+        super()._forget(client)
 
 
 def _request(text: bytes) -> list[Any]:
@@ -120,6 +141,10 @@ class RunStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Put a value at a name, over what was there."""
         self._ask("set", key, _text(value))
+
+    def set_while_here(self, key: str, value: str, after: str) -> None:
+        """Put a value at a name, which `after` replaces once the connection of this process is closed."""
+        self._ask("set_while_here", key, value, after)
 
     def get(self, key: str) -> bytes:
         """The value at a name, once there is one."""

@@ -143,29 +143,31 @@ class Watch:
         """
         cause = self._record(Failure.of(error, self._rank, self._doing_now()))
         if cause.rank == self._rank:
-            with self._changed:
-                self._waiting = True
-                self._poke.set()
-                self._changed.wait_for(lambda: self._is_out_of_touch or self._all_know, KNOWN_S)
-                self._waiting = False
+            self._wait_until_known()
         return cause
 
     def explain(self, error: BaseException) -> Exception:
         """The exception to end with, for a rank whose wait for another one failed with `error`.
 
-        That is a `RankFailed` with the root cause if there is one, else with the rank that gives no sign of
-        life, else with what all are doing. It takes no longer than a few beats.
+        That is a `RankFailed` with the root cause if there is one, else with the rank that is gone or gives
+        no sign of life, else with what all are doing. It takes no longer than a few beats.
         """
-        beats = (_MISSED_BEATS + 1) * self._beat_s
-        self._wait(beats + 0.5, lambda: self._silent(_MISSED_BEATS * self._beat_s) is not None)
-        found = self.cause or self._silence(_MISSED_BEATS * self._beat_s) or self._out_of_touch()
+        missed_s = _MISSED_BEATS * self._beat_s
+        self._wait(
+            missed_s + self._beat_s + 0.5,
+            lambda: self._gone() is not None or self._silent(missed_s) is not None,
+        )
+        found = self.cause or self._gone() or self._silence(missed_s) or self._out_of_touch()
         if found is None:
             own = Failure.of(error, self._rank, self._doing_now())
             more = f"All ranks are alive: {self._all_doing(own.instruction)}."
             if "Timed out" in str(error):
                 more += f" If a step can take longer than {self._timeout_s:g} s, raise the timeout."
             found = replace(own, summary=f"{own.summary} {more}", text=f"{own.text.rstrip()}\n{more}")
-        return self._record(found).to_others()
+        cause = self._record(found)
+        if not self._rank and not self._ends_quietly:  # the store, in which others read why, ends with this
+            self._wait_until_known()
+        return cause.to_others()
 
     def _wait(self, limit_s: float, predicate: Callable[[], bool]) -> bool:
         """Wait until that is so, or there is a root cause, or no more store, at most so long."""
@@ -191,6 +193,26 @@ class Watch:
                 self._changed.wait_for(lambda: self.cause or self._is_out_of_touch, STORE_S)
             return self.cause or failure
 
+    def _wait_until_known(self) -> None:
+        with self._changed:
+            self._waiting = True
+            self._poke.set()
+            self._changed.wait_for(lambda: self._is_out_of_touch or self._all_know, KNOWN_S)
+            self._waiting = False
+
+    def _gone(self) -> Failure | None:
+        """The failure of a rank that has ended and left no reason in the store, where it leaves it first. If
+        all ranks are processes of a launcher, that finds out more.
+        """
+        if self._ends_quietly:
+            return None
+        sentence = (
+            "it has ended and left no reason: its process or its machine was killed, or the network to it is "
+            "cut."
+        )
+        gone = (rank for rank, one in self._pulses.items() if one.gone and not (one.finished or one.knows))
+        return next((Failure.told(sentence, rank, self._pulses[rank].doing) for rank in gone), None)
+
     def _silent(self, limit_s: float) -> int | None:
         """The rank that has been silent for longest, if that is longer than the limit."""
         now = self._looked_at
@@ -211,7 +233,7 @@ class Watch:
 
     @property
     def _all_know(self) -> bool:
-        return all(pulse.knows or pulse.finished for pulse in self._pulses.values())
+        return all(pulse.knows or pulse.finished or pulse.gone for pulse in self._pulses.values())
 
     @property
     def _is_out_of_touch(self) -> bool:

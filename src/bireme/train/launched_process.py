@@ -210,7 +210,8 @@ class _Joined:
             return self._go(show)
         except RankFailed as failure:
             tell(f"rank {self.place} ends. {failure if failure.rank == self.place else failure.line}")
-            time.sleep(FAILED_FIRST_S)
+            if not self._environment.phase:
+                time.sleep(FAILED_FIRST_S)
             raise SystemExit(1) from None
 
     def _go(self, show: Show) -> FinishedRun | None:
