@@ -177,6 +177,8 @@ class Attendance(Interruptible):
         self._phases: dict[int, JoinedProcesses] = {}
         self._closing = list[threading.Thread]()
         """End the processes of phases that are over here."""
+        self._trained = set[int]()
+        """Phases that the coordinator knows to train."""
         self._num_kills = 0
         self._server: FolderServer | None = None
         self._handover = ""
@@ -461,6 +463,8 @@ class Attendance(Interruptible):
         self._out(stream, text)
         if len(self._lines) < _MOST_KEPT:
             self._lines.append((phase, stream, text[:_MOST_LETTERS]))
+        if phase not in self._trained:
+            self._wake.set()  # it may be the line of its first batch
 
     def _beat(self) -> dict[str, Any] | None:
         """Tell the coordinator how things are; what it says, or None if it does not answer."""
@@ -500,6 +504,7 @@ class Attendance(Interruptible):
                 self._tell("The coordinator does not let this machine take part any more.")
             raise
         del self._lines[: len(lines)], self._measured[: len(measured)]
+        self._trained |= {one["number"] for one in reports if one["progress"]}
         self._line_key = str(answer["lines"]["key"])
         if answer["lines"]["call"] is not None:
             self._begin_measuring(*answer["lines"]["call"])
