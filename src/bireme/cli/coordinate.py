@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bireme.cli.options import address_of, begin, print_json
+from bireme.cli.options import address_of, print_json
 from bireme.errors import BiremeError, tell
 
 if TYPE_CHECKING:
@@ -279,20 +279,23 @@ def join(
     """
     from bireme import __version__
     from bireme.machines.admission import AdmissionToken
+    from bireme.runtime.processes import serve_from_here
 
     if service and not coordinator:
         raise BiremeError("--service needs the address of the coordinator: bireme join HOST:PORT --service")
     given = AdmissionToken.parse(token) if token else None
     named = address_of(coordinator) if coordinator else None
     if not service:
-        begin("bireme.train.launched_process", "bireme.cli.train")
+        serve_from_here("bireme.train.launched_process", "bireme.cli.train")
+        from bireme.train.joined_processes import get_ready
+
+        get_ready()  # the server imports the rest while this process calls the coordinator
 
     from bireme.machines.keys import own_key
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.live_view import live_view
     from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
-    from bireme.train.joined_processes import get_ready
 
     address = named or address_of(_found_address())
     own_hours = DailyHours.parse(hours) if hours else None
@@ -327,7 +330,6 @@ def join(
         note_coordinator(address, public)
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at the card that leads there
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
-    get_ready()
     with live_view():
         status = attendance.run()
     if as_json:
