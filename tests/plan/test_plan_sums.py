@@ -20,6 +20,7 @@ from bireme.plan.plan_request import AUTO, SHARDS, Goal, PlanRequest
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
+from bireme.profile.profile import Profile
 from bireme.report.plan_table import print_plan
 from bireme.schedule.program import Rule
 from bireme.train.choices import rounds_of, sums_of_profile
@@ -46,11 +47,12 @@ def forecast(
     rates: tuple[CodecRate, ...] = (),
     rounds: SiteRounds | None = None,
     copied_share: float = 0.0,
+    profile: Profile | None = None,
 ) -> Forecast:
     devices = tuple(device.name for device in cluster(kind).devices())
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
     request = PlanRequest(batch_size=8, sums=cost(codec), rounds=rounds, copied_share=copied_share)
-    return forecast_of(plan, replace(tiny_profile(), codecs=rates), cluster(kind), request)
+    return forecast_of(plan, replace(profile or tiny_profile(), codecs=rates), cluster(kind), request)
 
 
 def cost(codec: str) -> SumCost:
@@ -117,6 +119,21 @@ def test_a_batch_of_the_delay_warm_up_waits_for_its_sums() -> None:
     assert late_s > 0
     warmup = 1 + request.delay_warmup_share * late_s / found.batch_s
     assert found.penalty == pytest.approx(without * warmup, rel=0.01)
+
+
+def test_what_crosses_during_the_last_backward_of_the_delay_warm_up_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bireme.sync.slices._LEAST_BUCKET_BYTES", 2**10)
+    units = tiny_profile().units
+    long = [[replace(cost, backward_s=2e-3) for cost in unit.costs] for unit in units]
+    slow = tuple(replace(unit, costs=tuple(costs)) for unit, costs in zip(units, long, strict=True))
+    profile, request = replace(tiny_profile(), units=slow), PlanRequest(batch_size=8, sums=cost("none"))
+    late, flush = (forecast("none", one, "cpu", profile=profile) for one in ("2bw-fresh", "1f1b"))
+    without = request.penalty(Rule.FRESH, profile.optimizer, 1, 4, width=2)
+    warmup = 1 + request.delay_warmup_share * (flush.batch_s - late.batch_s) / late.batch_s
+    assert late.penalty == pytest.approx(without * warmup, rel=0.005)
+    assert late.penalty < forecast("none", "2bw-fresh", profile=profile).penalty / 1.03
 
 
 def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from bireme.codec.sum_description import SumCost, SumKind
 from bireme.plan.codec_costs import sum_coding_s
 from bireme.plan.plan_request import Goal
-from bireme.plan.search.contention import HopBytes, rings_s
+from bireme.plan.search.contention import HopBytes, busiest_lane, rings_s
 from bireme.plan.search.draft import Draft, LowerBound
 from bireme.plan.search.draft_paging import Tied, TiedGradients, reduce_share, sync_bytes, tied_rings
 from bireme.plan.search.problem import PlanningProblem
@@ -54,11 +54,14 @@ class DraftSums:
         """The share of each stage's sum whose bytes can cross during the last backward of a batch. Seconds of
         codecs are not hidden there: they would be taken from the backward on a device of one core.
         """
+        return self._early_share(draft) if draft.rule is Rule.SYNCHRONOUS else ()
+
+    def _early_share(self, draft: Draft) -> tuple[float, ...]:
+        """The same in batches of a draft that are not delayed."""
         problem, request, outline = self._problem, self._problem.request, draft.outline
         codec, devices = request.sums_within.codec, problem.cluster.devices()
         if (
-            draft.rule is not Rule.SYNCHRONOUS
-            or draft.paging is not None
+            draft.paging is not None
             or request.rounds is not None
             or request.num_sharers(outline.width) > 1
             or codec.kind not in (SumKind.DENSE, SumKind.BITS)
@@ -78,13 +81,22 @@ class DraftSums:
 
     def warmup(self, draft: Draft, floor: LowerBound, batch_s: float) -> float:
         """How many times its seconds a batch of a single stage takes in the mean of a run: in the delay
-        warm-up each waits for the sums of its own gradients. Deeper pipelines count their bubble there.
+        warm-up each waits for the sums of its own gradients, but for the part that crosses during the last
+        backward. Deeper pipelines count their bubble there.
         """
-        request, is_single = self._problem.request, draft.outline.num_stages == 1
+        problem, request, is_single = self._problem, self._problem.request, draft.outline.num_stages == 1
         is_hidden = is_single and draft.rule is not Rule.SYNCHRONOUS and request.rounds is None
         if not is_hidden or request.goal is Goal.THROUGHPUT:
             return 1.0
-        sums_s = rings_s(self._problem, self.rings(draft)) + max(self.coding_s(draft))
+        rings = self.rings(draft)
+        sums_s = rings_s(problem, rings) + max(self.coding_s(draft))
+        for share in self._early_share(draft):
+            _, crossing_s = busiest_lane(problem, (), rings)
+            backwards_s = (
+                self._works.of(draft, size).costs.backward_s[0] / problem.speeds[device]
+                for size, device in zip(draft.outline.sizes, draft.grid[0], strict=True)
+            )
+            sums_s -= share * min(crossing_s, *backwards_s)
         late_s = max(floor.device_s.values()) + sums_s - batch_s
         return 1.0 + request.delay_warmup_share * max(late_s, 0.0) / batch_s
 
