@@ -44,7 +44,7 @@ class _Batch:
         held: set[str] = set()
         assert reducer.arrivals is not None
         views = dict(self.arena.views)
-        self.arrivals = reducer.arrivals(views, [self.arena.flat], held)
+        self.arrivals = reducer.arrivals(views, [self.arena.flat], (), held)
         self.gradients = BatchGradients(views, held, [self.arena.flat], arrivals=self.arrivals)
 
     def come(self, names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.memory.arena import Arena, LentArena, Slots
 from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.schedule.instruction import Item
-from bireme.sync.exchange import Parts
+from bireme.sync.arrivals import Parts
 
 # A parameter group: parameters of one stage that lie one after the other in every arena, because they are
 # alike.

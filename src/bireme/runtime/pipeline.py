@@ -211,7 +211,9 @@ class Pipeline:
         transport = fabric.transport(self.layout.pipeline, routes)
         self._fabric = fabric
         self._sharers = sharers or averagers
-        overlaps = self._paging is None and source.settled().rule is Rule.SYNCHRONOUS
+        overlaps = self._paging is None or self._paging.keeps_last_gradients
+        # Sums of a batch whose update is delayed run beside the next batch.
+        overlaps = overlaps and source.settled().rule is Rule.SYNCHRONOUS
         self._reducer = reducer_of(fabric, self.layout, transport, settings, sharers, overlaps=overlaps)
         if averagers is not None:
             averagers.join(replicas_of(fabric, self.layout), None, self.device)

@@ -27,8 +27,8 @@ def reducer_of(
 
     Sums over replicas go through the codec of the settings. Where these are `sharers` of the optimizer, they
     are joined, and each replica gets the sums of its own parts. With an agreement they are a site, whose sums
-    with others go through the codec. With `overlaps` sums of whole gradients between processors begin during
-    the last backward of a batch.
+    with others go through the codec. With `overlaps` sums between processors begin during the last backward
+    of a batch.
     """
     device, codec, agreement = torch.device(settings.device), settings.codec, settings.agreement
     quick = fabric.sums(transport) if not layout.is_summed and (agreement or not layout.tied) else None
@@ -56,7 +56,9 @@ def reducer_of(
         tied |= {name: replicas for name in layout.repeated if name not in tied}
     at = None if device.type == "cpu" else device
     if agreement is None:
-        overlaps = overlaps and replicas.size > 1 and sharers is None and not layout.repeated
+        # Replicas that share weights sum parts of gradients while they compute on other stages (SCATTER).
+        sums_here = replicas.size > 1 and (sharers is None or not sharers.gathers)
+        overlaps = overlaps and sums_here and not layout.repeated
         return GroupReducer(
             control,
             replicas=replicas,

@@ -26,8 +26,9 @@ from bireme.runtime.parameter_groups import (
 from bireme.runtime.stepper import Home, Stepper
 from bireme.runtime.trial import CHUNK_ELEMENTS, ParameterRows, Trials, Tried
 from bireme.schedule.instruction import Item
+from bireme.sync.arrivals import Parts, rounds_of
 from bireme.sync.coded import GradientSummation
-from bireme.sync.exchange import Parts, SentBytes, rounds_of
+from bireme.sync.exchange import SentBytes
 from bireme.sync.group import Group, Pending
 from bireme.sync.slices import SLICE_BYTES
 

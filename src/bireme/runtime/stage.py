@@ -24,8 +24,8 @@ from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import MicroBatch
 from bireme.runtime.paging.stage_memory import PagedStash, StageMemory
 from bireme.schedule.instruction import Item
-from bireme.sync.arrivals import Arrivals
-from bireme.sync.exchange import BatchGradients, Parts, PieceNorms
+from bireme.sync.arrivals import Arrivals, Parts
+from bireme.sync.exchange import BatchGradients, PieceNorms
 from bireme.sync.reducer import ArrivalsOf, Reduced, Reduction
 
 # A batch on one rank, from its first forward to its last update: all that is known of it so far.
@@ -162,7 +162,7 @@ class _BatchEnd:
             cuts=cuts,
             owned=owned,
             owned_flats=owned_flats,
-            arrivals=None if arrivals is None else arrivals(views, flats, held),
+            arrivals=None if arrivals is None else arrivals(views, flats, parts_of_flats, held),
         )
         return self.gradients
 

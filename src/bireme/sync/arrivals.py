@@ -9,6 +9,7 @@ order in which one replica's gradients come. A sum that begins after the backwar
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from torch import Tensor
@@ -57,6 +58,49 @@ def _bucket(names: Sequence[str], places: Mapping[str, FlatPlace], flats: Sequen
     )
 
 
+Parts = tuple[int, ...]
+"""Where a flat tensor is cut: member i owns its elements from the i-th number up to the next."""
+
+
+def pieces_of(flat: Tensor, parts: Parts, begin: int, most: int) -> list[Tensor]:
+    """Of every part, its elements from the one of that number on, `most` of them or as many as it has."""
+    return [flat[first:end] for first, end in _ends_of(parts, begin, most)]
+
+
+def _ends_of(parts: Parts, begin: int, most: int) -> Iterator[tuple[int, int]]:
+    for first, end in pairwise(parts):
+        start = min(first + begin, end)
+        yield start, min(start + most, end)
+
+
+def rounds_of(parts: Parts, most: int) -> range:
+    """Where in their parts the members begin each round, if these are of that many elements."""
+    return range(0, max(end - first for first, end in pairwise(parts)), most)
+
+
+def buckets_in_parts(
+    places: Mapping[str, FlatPlace], flats: Sequence[Tensor], parts: Sequence[Parts], round_bytes: float
+) -> list[Bucket]:
+    """Buckets of which each has a piece of every part of a flat, at most `round_bytes` in all, so that all
+    members add up at the same time. Those whose last gradient comes first come first.
+
+    A gradient is in every bucket that has some of it.
+    """
+    slots: list[list[tuple[int, int, str]]] = [[] for _ in flats]
+    for name, (number, begin, shape) in places.items():
+        slots[number].append((begin, begin + prod(shape), name))
+    order, found = {name: place for place, name in enumerate(places)}, list[Bucket]()
+    for flat, cut, own in zip(flats, parts, slots, strict=True):
+        most = max(int(round_bytes) // flat.itemsize // (len(cut) - 1), 1)
+        for begin in rounds_of(cut, most):
+            ends = [*_ends_of(cut, begin, most)]
+            names = (name for first, end, name in own if any(first < b and a < end for a, b in ends))
+            found.append(Bucket(tuple(names), pieces_of(flat, cut, begin, most)))
+    found.sort(key=lambda bucket: -min(map(order.__getitem__, bucket.names), default=0))
+    left = order.keys() - {name for bucket in found for name in bucket.names}
+    return [*found, Bucket(tuple(sorted(left)), ())]
+
+
 class Arrivals:
     """The gradients of a batch whose last backward may still run. The rank's thread notes each that is final,
     which adds its name to `held`, and the end; the reducer's thread takes the buckets in their order. `bell`
@@ -68,16 +112,19 @@ class Arrivals:
     ) -> None:
         self._buckets, self._held, self._bell, self._check = buckets, held, bell, check
         self._missing = [set(bucket.names) for bucket in buckets]
-        self._bucket_of = {name: missing for missing in self._missing for name in missing}
+        self._missing_of = dict[str, list[set[str]]]()
+        for missing in self._missing:
+            for name in missing:
+                self._missing_of.setdefault(name, []).append(missing)
         self._has_ended = False
 
     def note(self, name: str) -> None:
         """A gradient is final."""
         self._held.add(name)
-        missing = self._bucket_of.get(name, set())
-        missing.discard(name)
-        if not missing:
-            self._bell.ring()
+        for missing in self._missing_of.get(name, ()):
+            missing.discard(name)
+            if not missing:
+                self._bell.ring()
 
     def end(self, held: Iterable[str]) -> None:
         """No more gradients come: these are the names of all."""

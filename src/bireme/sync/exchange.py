@@ -9,14 +9,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bireme.codec.lowrank import Components
-from bireme.sync.arrivals import Arrivals, Bucket, FlatPlace
+from bireme.sync.arrivals import Arrivals, Bucket, FlatPlace, Parts, pieces_of, rounds_of
 from bireme.sync.group import Group, Pending, add_in_order
 from bireme.sync.slices import DENSE_SLICE_BYTES, NUM_IN_FLIGHT
 
@@ -104,10 +103,6 @@ class FactorStream(Protocol):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is the gradient."""
-
-
-Parts = tuple[int, ...]
-"""Where a flat tensor is cut: member i owns its elements from the i-th number up to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,20 +253,6 @@ def _slices(flats: Iterable[Tensor], slice_bytes: int) -> Iterator[Tensor]:
 # What is added up is added in the members' order, so it does not depend on who owns it.
 
 
-def pieces_of(flat: Tensor, parts: Parts, begin: int, most: int) -> list[Tensor]:
-    """Of every part, its elements from the one of that number on, `most` of them or as many as it has."""
-    found = []
-    for first, end in pairwise(parts):
-        start = min(first + begin, end)
-        found.append(flat[start : min(start + most, end)])
-    return found
-
-
-def rounds_of(parts: Parts, most: int) -> range:
-    """Where in their parts the members begin each round, if these are of that many elements."""
-    return range(0, max(end - first for first, end in pairwise(parts)), most)
-
-
 def sum_parts(
     group: Group, names: Sequence[str], gradients: BatchGradients, slice_bytes: int, sent: SentBytes
 ) -> None:
@@ -282,22 +263,35 @@ def sum_parts(
     """
     if not names or group.size == 1:
         return
-    flags = held_flags(names, gradients)
+    before, under_way = sent.sent, deque[_Round]()
+    noted, holders = dict[str, None](), list[Tensor]()
+    whole = _rounds(names, gradients, slice_bytes // group.size)
+    for bucket in whole if gradients.arrivals is None else gradients.arrivals.in_turn(group):
+        if new := [name for name in bucket.names if name not in noted]:
+            holders.append(held_flags(new, gradients))
+            noted |= dict.fromkeys(new)
+        if not bucket.flats:
+            continue
+        if len(under_way) > NUM_IN_FLIGHT:
+            under_way.popleft().add_up()
+        under_way.append(_begin(group, bucket.flats, sent))
+    flags = torch.cat(holders)
     pending = group.all_reduce(flags)
-    before = sent.sent
     sent.note(group.size, sent=flags.nbytes)
-    under_way: deque[_Round] = deque()
-    for flat, parts in zip(gradients.flats, gradients.parts, strict=True):
-        most = max(slice_bytes // flat.itemsize // group.size, 1)
-        for begin in rounds_of(parts, most):
-            if len(under_way) > NUM_IN_FLIGHT:
-                under_way.popleft().add_up()
-            under_way.append(_begin(group, pieces_of(flat, parts, begin, most), sent))
     while under_way:
         under_way.popleft().add_up()
     sent.raw += sent.sent - before
     pending.wait()
-    note_held(gradients, names, flags)
+    note_held(gradients, [*noted], flags)
+
+
+def _rounds(names: Sequence[str], gradients: BatchGradients, piece_bytes: int) -> Iterator[Bucket]:
+    """The pieces of all parts, round after round; the names come first."""
+    yield Bucket(tuple(names), ())
+    for flat, parts in zip(gradients.flats, gradients.parts, strict=True):
+        most = max(piece_bytes // flat.itemsize, 1)
+        for begin in rounds_of(parts, most):
+            yield Bucket((), pieces_of(flat, parts, begin, most))
 
 
 @dataclass(frozen=True, slots=True)

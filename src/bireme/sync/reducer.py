@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bireme.codec.sum_description import DENSE
 from bireme.errors import BiremeError
-from bireme.sync.arrivals import Arrivals, Bucket, buckets_of
+from bireme.sync.arrivals import Arrivals, Bucket, Parts, buckets_in_parts, buckets_of
 from bireme.sync.coded import GradientSummation
 from bireme.sync.components import merge_components
 from bireme.sync.exchange import (
@@ -101,8 +101,10 @@ whatever thread sums them up.
 """
 
 
-ArrivalsOf = Callable[[Mapping[str, Tensor], Sequence[Tensor], set[str]], Arrivals]
-"""Makes the arrivals of a batch from its gradients, the flats that they lie in, and the names held so far."""
+ArrivalsOf = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Parts], set[str]], Arrivals]
+"""Makes the arrivals of a batch from its gradients, the flats that they lie in and the parts of these, if
+replicas own parts, and the names held so far.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -293,7 +295,13 @@ class GroupReducer(Reducer):
         if self._bell is not None:
             self._bell.close()
 
-    def _arrivals(self, views: Mapping[str, Tensor], flats: Sequence[Tensor], held: set[str]) -> Arrivals:
+    def _arrivals(
+        self,
+        views: Mapping[str, Tensor],
+        flats: Sequence[Tensor],
+        parts: Sequence[Parts],
+        held: set[str],
+    ) -> Arrivals:
         def check() -> None:
             if self._is_closed:
                 raise RuntimeError("the reducer was closed before a batch was over")
@@ -304,7 +312,12 @@ class GroupReducer(Reducer):
             num_coders = 0 if self._sums.codec == DENSE else self._replicas.size
             least_bytes = bucket_bytes(sum(flat.nbytes for flat in flats), num_coders)
             in_flats = {name: view for name, view in views.items() if name not in self.summed_apart}
-            self._buckets[key] = buckets_of(FlatViews.of(in_flats, flats).slots, flats, least_bytes)
+            places = FlatViews.of(in_flats, flats).slots
+            self._buckets[key] = (
+                buckets_in_parts(places, flats, parts, least_bytes)
+                if parts
+                else buckets_of(places, flats, least_bytes)
+            )
         return Arrivals(self._buckets[key], held, self._bell, check)
 
     def _check_usable(self, batch: int) -> None:

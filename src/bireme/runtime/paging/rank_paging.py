@@ -11,7 +11,7 @@ from bireme.errors import BiremeError
 from bireme.memory.system_memory import give_back_large_blocks
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
 from bireme.runtime.paging.stage_memory import StageMemory, paged_memory
-from bireme.schedule.instruction import Instruction
+from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.residency import copied_in_bytes
 from bireme.schedule.tiers import Chunk, RankTiers
@@ -78,6 +78,19 @@ class RankPaging:
         self.move: Callable[[Instruction], None] = self._store.move
         """Runs a FETCH or an EVICT: posts what it copies."""
         self._predicted_bytes = [0] * len(self._store.tiers.tiers)
+
+    @property
+    def keeps_last_gradients(self) -> bool:
+        """Whether no gradients leave the device between the last backward of their batch and its update."""
+        left = set[tuple[int, int]]()
+        for step in self._program.tracks[self._rank]:
+            if step.kind is Kind.EVICT and step.page is not None and step.page.item is Item.GRADIENT:
+                left.add((step.stage, step.page.number))
+            elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                left.discard((step.stage, step.batch))
+            elif step.kind is Kind.UPDATE and (step.stage, step.batch) in left:
+                return False
+        return True
 
     def stage(self, stage: int) -> StageMemory:
         """The memory of a stage."""
