@@ -3,6 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +16,22 @@ from bireme.codec.sum_description import parse_sum_codec
 from bireme.memory.arena import Arena, Slots
 from bireme.plan.plan import Plan
 from bireme.runtime.line_group import LineGroup
+from bireme.runtime.paging.chunk_store import PagingSettings
 from bireme.runtime.updates import Updates
-from bireme.sync.arrivals import Arrivals, buckets_of
+from bireme.sync.arrivals import Arrivals, buckets_in_parts, buckets_of
 from bireme.sync.coded import GradientSummation
 from bireme.sync.exchange import BatchGradients
 from bireme.sync.group import SingleRankGroup
 from bireme.sync.reducer import GroupReducer, Reduction
+from bireme.train.plan_search import flush_twin
 from bireme.wire.connection import Bell
 from tests.runtime.test_coded_sums import WIDTH, layers
 from tests.runtime.test_line_group import on_threads
 from tests.support.engine_parity import Setting, Trained, assert_equal, oracle, plan_for, train_on_threads
+from tests.support.paged import paged, sizes_of
 from tests.support.patience import patience_s
 from tests.support.small_models import real_batches, token_batches
+from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
 
 LAYERS = {f"layer {number}": 5000 for number in range(5)}
@@ -144,7 +151,7 @@ def test_a_reducer_that_is_closed_waits_for_no_more_gradients(monkeypatch: pytes
         (plan_for("1f1b", 2, width=2), "none"),
         (plan_for("interleaved", 4, width=2, stages_per_rank=2), "none"),
         (plan_for("zb-h1", 2, width=2), "int4"),
-        (Plan((), 1, "sequential", width=3, micro_batch_sizes=(9, 5, 2)), "int2"),
+        (flush_twin(Plan((), 1, "2bw-fresh", width=3, micro_batch_sizes=(9, 5, 2))), "int2"),
         (Plan((2,), 2, "gpipe", width=3, micro_batch_sizes=(4, 3, 1), recompute_units=(1,)), "none"),
     ],
 )
@@ -167,6 +174,53 @@ def test_a_run_has_the_same_bits_whether_sums_begin_early(
     _same(train_on_threads(model, setting, data), early)
     if codec == "none":
         assert_equal(early, oracle(model, setting, data), tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_buckets")
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_sums_begin_early_with_offloading_and_if_replicas_share_the_optimizer(
+    shard: str, offloads: bool, per_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts, schedule = ((4,), "1f1b") if per_rank == 1 else ((2, 4, 6), "interleaved")
+    plan, model = Plan(cuts, 4, schedule, width=2, stages_per_rank=per_rank), tiny_text()
+    setting, data = Setting(plan, clip_norm=1.0, shard=shard), token_batches(16, 3)
+    if offloads:
+        sizes = sizes_of(model, plan, stash=40_000)
+        setting = replace(
+            setting,
+            plan=paged(plan, sizes, 0.1, host=0.2, disk=True, is_summed=True),
+            paging=PagingSettings(tmp_path, partial(StrictMover, seed=1), poisons=True),
+        )
+    begun, begin = list[bool](), Arrivals.end
+
+    def noted(arrivals: Arrivals, held: Iterable[str]) -> None:
+        begun.append(not arrivals._missing[0])
+        begin(arrivals, held)
+
+    monkeypatch.setattr(Arrivals, "end", noted)
+    early = train_on_threads(model, setting, data)
+    assert begun
+    assert all(begun)
+    monkeypatch.setattr(Updates, "before_backward", lambda *_: None)
+    _same(train_on_threads(model, setting, data), early)
+
+
+def test_buckets_in_parts_have_a_piece_of_every_part_and_later_layers_first() -> None:
+    one, other = torch.arange(12.0), torch.arange(4.0)
+    places = {"a": (0, 0, (4,)), "b": (1, 0, (4,)), "c": (0, 4, (8,)), "empty": (0, 0, (0,))}
+    buckets = buckets_in_parts(places, [one, other], [(0, 6, 12), (0, 2, 4)], 2 * 2 * 4)
+    assert [bucket.names for bucket in buckets] == [("c",), ("b",), ("a", "c"), ("a", "c"), ("empty",)]
+    pieces = [[piece.tolist() for piece in bucket.flats] for bucket in buckets]
+    assert pieces == [
+        [[4, 5], [10, 11]],
+        [[0, 1], [2, 3]],
+        [[0, 1], [6, 7]],
+        [[2, 3], [8, 9]],
+        [],
+    ]
 
 
 def _same(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
