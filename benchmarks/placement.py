@@ -28,11 +28,10 @@ from benchmarks.made_up.graphs import (
 from benchmarks.placers.local_search import local_search
 from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
-from bireme.placement.anywhere import Anywhere
 from bireme.placement.contiguous import Contiguous, cut_lines
 from bireme.placement.contraction import Items, Weightless, items_of
 from bireme.placement.ideals import DynamicProgram, lattice_of
-from bireme.placement.solve import solve
+from bireme.placement.solve import Anywhere, solve
 from bireme.placement.workload import Edge, Method, Node, Objective, Request, Workload
 
 MIB = 2**20

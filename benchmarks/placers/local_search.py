@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
 from bireme.placement.annealing_loops import LoadState, LoadTables, shift, state_of, tables_of, value_now
-from bireme.placement.anywhere import random_start
 from bireme.placement.contraction import FoundPlacement, Integers, Items, fits, loads_of, value_of
+from bireme.placement.solve import random_start
 from bireme.placement.workload import Objective
 
 _LEAST_GAIN = 1e-7

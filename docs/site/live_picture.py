@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bireme.report.live_view import LiveRun
-from bireme.report.run_lines import EVENTS, event_in
+from bireme.report.live_view import EVENTS, event_in
 
 WIDTH = 100
 SHARE = 0.6

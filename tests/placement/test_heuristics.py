@@ -17,8 +17,8 @@ from benchmarks.placers.local_search import local_search
 from benchmarks.placers.simple import pipedream, single
 from bireme.errors import BiremeError
 from bireme.placement import annealing_loops
-from bireme.placement.anywhere import greedy, improve, random_start
 from bireme.placement.contraction import FoundPlacement, Items, Weightless, fits, items_of, loads_of, value_of
+from bireme.placement.solve import greedy, improve, random_start
 from bireme.placement.workload import Edge, Node, Objective, Workload
 from tests.support.extent import draws
 from tests.support.placement_oracles import best_by_force, can_stand_in_line, random_workload

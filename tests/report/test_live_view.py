@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from bireme.report.live_view import LiveRun
-from bireme.report.run_lines import EVENTS, RunEvent, RunLines, event_in
+from bireme.report.live_view import EVENTS, LiveRun, RunEvent, RunLines, event_in
 from tests.support.patience import patience_s
 
 DEVICES = ["alpha/gpu0", "alpha/gpu1", "beta/gpu0", "beta/gpu1"]
@@ -155,7 +154,7 @@ def test_a_process_prints_lines_unless_a_view_reads_its_output(
 SHOWN = r"""
 import os, subprocess, sys
 from bireme.report.live_view import live_view
-from bireme.report.run_lines import RunLines
+from bireme.report.live_view import RunLines
 print("before")
 try:
     with live_view():

@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.codec_speed import DTYPES, WITH_NUMBA, cases
 from benchmarks.placers.local_search import local_search
-from bireme.placement.anywhere import improve
 from bireme.placement.contraction import Weightless, items_of
-from bireme.placement.solve import solve
+from bireme.placement.solve import improve, solve
 from bireme.placement.workload import Method, Objective, Request
 from bireme.placement.workload_file import read_workload
 

@@ -1,6 +1,6 @@
 """The compiled loops of annealing: how moves are drawn, their effects, and which of them are kept.
 
-Two searches use them: for the loads of devices (`anywhere.py`) and for a short latency (`latency_search.py`).
+Two searches use them: for the loads of devices (`solve.py`) and for a short latency (`latency_search.py`).
 They are in one file, since numba keeps a compiled loop until the file of the outermost loop changes.
 Random numbers come from a state that is handed over, so a seed means the same with and without numba.
 

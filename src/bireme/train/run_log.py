@@ -21,7 +21,7 @@ from typing import Any
 from bireme.documents import plain, read_json_lines
 from bireme.errors import BiremeError
 from bireme.files import cut_half_line, write_text_atomically
-from bireme.report.run_lines import RunLines
+from bireme.report.live_view import RunLines
 from bireme.train.folder import RunFolder
 from bireme.train.outcome import Outcome
 from bireme.train.run_file import RunFile

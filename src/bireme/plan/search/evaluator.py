@@ -31,10 +31,9 @@ from bireme.plan.search.draft_paging import (
     tier_links_of,
     tiers_waited_for,
 )
-from bireme.plan.search.draft_sums import DraftSums
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.shapes import PATH_BOUND
-from bireme.plan.search.works import ReplicaWorks, assumptions, flows, least_path_s
+from bireme.plan.search.works import DraftSums, ReplicaWorks, assumptions, flows, least_path_s
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.residency import Residency, resident

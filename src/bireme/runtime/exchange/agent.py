@@ -23,15 +23,16 @@ from bireme.runtime.board import RunFailed
 from bireme.runtime.coordinator_client import CoordinatorClient, DroppedError
 from bireme.runtime.exchange.deals import Deals, heal_in, member_in
 from bireme.runtime.exchange.for_others import KEPT_BYTES, MOST_BEHIND, ForOthers, take_sum
-from bireme.runtime.exchange.groups import GroupJob, RankGroups
 from bireme.runtime.exchange.peer_connections import SNAPSHOT, SUM, PeerConnections, TensorConnection
 from bireme.runtime.exchange.rounds import (
     PLACES,
     Attempt,
     BatchOffer,
     Buffers,
+    GroupJob,
     HowOfRound,
     Offer,
+    RankGroups,
     RoundLine,
     RoundSum,
 )
