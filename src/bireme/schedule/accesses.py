@@ -359,23 +359,16 @@ class _SummedGradients:
         return [*{key: value for (key, _), value in self._found.items() if key not in used}.values()]
 
 
-def host_accesses_of(uses: ChunkUses, step: Instruction, at: int) -> list[ChunkAccess]:
-    """What a step does to chunks on the host, as an access of that tier."""
+def host_accesses_of(uses: ChunkUses, step: Instruction) -> list[ChunkAccess]:
+    """What a step does to chunks on the host, as an access of that tier, at no step yet."""
     return [
-        ChunkAccess(
-            at,
-            chunk,
-            _label(step),
-            step.batch,
-            step,
-            reads=use.mode is not Mode.MAKE,
-            writes=use.mode is not Mode.READ,
-            ends=use.ends,
-        )
-        for use, chunks in uses.of(step)
-        if use.tier == 1
-        for chunk in chunks
+        _on_host(0, chunk, step, use) for use, chunks in uses.of(step) if use.tier == 1 for chunk in chunks
     ]
+
+
+def _on_host(at: int, chunk: Chunk, step: Instruction, use: Use) -> ChunkAccess:
+    reads, writes = use.mode is not Mode.MAKE, use.mode is not Mode.READ
+    return ChunkAccess(at, chunk, _label(step), step.batch, step, reads, writes, use.ends)
 
 
 def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[ChunkAccess]:
@@ -384,19 +377,8 @@ def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[
     """
     is_made = use.item is Item.WEIGHTS and use.mode is not Mode.READ
     if is_made or use.item is Item.GRADIENT:
-        yield ChunkAccess(
-            at,
-            chunk,
-            _label(step),
-            step.batch,
-            step,
-            reads=not is_made,
-            writes=is_made,
-            ends=use.ends,
-            takes=False,
-            is_below=True,
-            is_kept_below=is_made,
-        )
+        below = _on_host(at, chunk, step, use)._replace(takes=False, is_below=True, is_kept_below=is_made)
+        yield below._replace(reads=not is_made, writes=is_made)
 
 
 def _label(step: Instruction) -> Hashable:

@@ -70,11 +70,8 @@ class ChunkAccount(ABC, Generic[When]):
     def copy(self, chunk: Chunk, tier: int, *, is_fetch: bool) -> int:
         """Copy a chunk from the tier below, or to it; gives the slot that was taken for it."""
 
-    def await_arrival(self, arrival: When) -> None:
-        """An instruction uses a chunk that was fetched to the device."""
-
-    def await_last(self, chunk: Chunk) -> None:
-        """An instruction uses a chunk on a tier below the device's."""
+    def wait(self, end: When | None) -> None:
+        """An instruction uses a chunk once a copy of it has ended, if there is one."""
 
     def miss(self, step: Instruction, use: Use, chunk: Chunk) -> None:
         """A step needs a chunk on a tier that does not have it."""
@@ -86,9 +83,9 @@ class ChunkAccount(ABC, Generic[When]):
             is_read, tier = use.mode is Mode.READ, use.tier
             for chunk in chunks:
                 if tier:
-                    self.await_last(chunk)
+                    self.wait(self.last.get(chunk))
                 elif chunk in arriving:
-                    self.await_arrival(arriving.pop(chunk))
+                    self.wait(arriving.pop(chunk))
                 tiers = where.get(chunk)
                 if tiers is None:
                     if use.mode is not Mode.MAKE:

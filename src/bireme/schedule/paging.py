@@ -13,7 +13,7 @@ chunk is decided once for all batches of the steady state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -201,9 +201,7 @@ class _Planner:
         if tiers.host_updates:
             uses = ChunkUses(program, tiers)
             self.used_on_host = {
-                index: own
-                for index, step in enumerate(self.track)
-                if (own := host_accesses_of(uses, step, 0))
+                index: own for index, step in enumerate(self.track) if (own := host_accesses_of(uses, step))
             }
 
     def decided(self, ahead: int) -> list[Leads]:
@@ -357,23 +355,16 @@ class _Planner:
             if not gap.is_evicted:
                 continue
             if gap.before is not None and not gap.before.is_below:
-                out = self._instruction(Kind.EVICT, gap.before, tier, is_copied=gap.is_copied)
-                label = (Kind.EVICT, gap.group)
-                access = gap.before._replace(
-                    label=label, reads=False, writes=gap.is_copied, ends=False, is_kept_below=False
+                outs[gap.start].append(
+                    self._copy(Kind.EVICT, gap.before, tier, gap.group, is_copied=gap.is_copied)
                 )
-                outs[gap.start].append(_Copy(out, access))
             if gap.is_fetched and gap.after is not None:
-                end = gap.end(num_steps)
-                back = self._instruction(Kind.FETCH, gap.after, tier, is_copied=True)
-                label = (Kind.FETCH, gap.group)
-                access = gap.after._replace(
-                    label=label, reads=True, writes=False, ends=False, is_kept_below=False
-                )
-                backs[end - gap.lead].append(_Copy(back, access))
+                back = self._copy(Kind.FETCH, gap.after, tier, gap.group, is_copied=True)
+                backs[gap.end(num_steps) - gap.lead].append(back)
         return outs, backs
 
-    def _instruction(self, kind: Kind, access: ChunkAccess, tier: int, *, is_copied: bool) -> Instruction:
+    def _copy(self, kind: Kind, access: ChunkAccess, tier: int, group: Hashable, *, is_copied: bool) -> _Copy:
+        """The copy after or before an access of the tier, of a gap of that group."""
         chunk, step = access.chunk, access.step
         batch, microbatch, version = step.batch, None, None
         if chunk.item is Item.WEIGHTS:
@@ -384,5 +375,8 @@ class _Planner:
             batch, microbatch = divmod(chunk.number, self.program.num_microbatches)
         elif chunk.item is Item.GRADIENT:
             batch = chunk.number
-        page = Page(chunk.item, chunk.chunk, tier, is_copied)
-        return Instruction(kind, chunk.stage, batch, microbatch, version, page=page)
+        page, is_fetch = Page(chunk.item, chunk.chunk, tier, is_copied), kind is Kind.FETCH
+        made = Instruction(kind, chunk.stage, batch, microbatch, version, page=page)
+        writes, label = is_copied and not is_fetch, (kind, group)
+        below = access._replace(label=label, reads=is_fetch, writes=writes, ends=False, is_kept_below=False)
+        return _Copy(made, below)

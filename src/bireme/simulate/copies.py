@@ -249,13 +249,9 @@ class RankMover(ChunkAccount[float]):
             found += [copies for copies in self.replicas.copies.values() if copies.start_s]
         return RankCopies(self.rank, self.waited_s, tuple(found))
 
-    def await_arrival(self, arrival: float) -> None:
+    def wait(self, end: float | None) -> None:
         """As `ChunkAccount` says."""
-        self.ready_s = max(self.ready_s, arrival)
-
-    def await_last(self, chunk: Chunk) -> None:
-        """As `ChunkAccount` says."""
-        self.ready_s = max(self.ready_s, self.last.get(chunk, 0.0))
+        self.ready_s = max(self.ready_s, end or 0.0)
 
     def take(self, chunk: Chunk, tier: int) -> int:
         """As `ChunkAccount` says. The rank puts what it keeps of a micro-batch into chunks itself."""

@@ -19,16 +19,13 @@ from bireme.memory.arena import PLAIN, ArenaAllocator
 from bireme.memory.disk_tier import DiskTier, HostTier
 from bireme.memory.system_memory import AddressRange, ChunkMemory, chunk_memory, copy_bytes, pages
 from bireme.runtime.paging.mover import CopyJob, ThreadMover, Wire
-from bireme.schedule.accesses import Mode, Use
+from bireme.schedule.accesses import ItemKey, Mode, Use
 from bireme.schedule.chunk_account import ChunkAccount, Holding
 from bireme.schedule.instruction import Instruction, Item
 from bireme.schedule.program import Program
 from bireme.schedule.tiers import SMALL_CHUNK_BYTES, Chunk, RankTiers
 
 # The ranges of addresses of a rank's items: which one an item has now, and which one a tensor lies in.
-
-_Key = tuple[Item, int, int]
-"""An item, its stage and its number, as in `Chunk`."""
 
 
 class _Ranges:
@@ -37,12 +34,12 @@ class _Ranges:
     def __init__(self, memory: ChunkMemory, num_chunks: Mapping[tuple[Item, int], int]) -> None:
         self._memory = memory
         self._num_chunks = num_chunks
-        self._of: dict[_Key, AddressRange] = {}
+        self._of: dict[ItemKey, AddressRange] = {}
         self._free_stashes: dict[int, list[AddressRange]] = {}
-        self._left: dict[_Key, int] = {}
+        self._left: dict[ItemKey, int] = {}
         self.most_left_bytes = 0
         """The most bytes that stashes had no room for at a time."""
-        self._by_address: dict[int, tuple[AddressRange, _Key]] = {}
+        self._by_address: dict[int, tuple[AddressRange, ItemKey]] = {}
         """The ranges with what they are lent to, or were last, by their addresses."""
         self.reserve_gradients: dict[int, Callable[[int], ArenaAllocator]] = {}
         """For each stage who gives the memory of a batch's sums, before the batch's first gradient comes."""
@@ -59,7 +56,7 @@ class _Ranges:
         """A range that is not lent yet; torch's allocator where the item is not paged."""
         return self._made((item, stage, 0)) if self.has(item, stage) else PLAIN
 
-    def of(self, key: _Key) -> AddressRange:
+    def of(self, key: ItemKey) -> AddressRange:
         """The range of an item, which gets one if it has none."""
         found = self._of.get(key)
         if found is None:
@@ -78,12 +75,12 @@ class _Ranges:
             found.clear()
             self._free_stashes.setdefault(stage, []).append(found)
 
-    def leave(self, key: _Key, num_bytes: int) -> None:
+    def leave(self, key: ItemKey, num_bytes: int) -> None:
         """So many bytes of an item stay with torch while the item is there."""
         self._left[key] = self._left.get(key, 0) + num_bytes
         self.most_left_bytes = max(self.most_left_bytes, sum(self._left.values()))
 
-    def find(self, tensor: Tensor) -> tuple[AddressRange, _Key] | None:
+    def find(self, tensor: Tensor) -> tuple[AddressRange, ItemKey] | None:
         """The range that a tensor lies in, and the item that it is lent to."""
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
@@ -106,7 +103,7 @@ class _Ranges:
         free = self._free_stashes.get(stage) if item is Item.STASH else None
         return free.pop() if free else self._made((item, stage, number))
 
-    def _made(self, key: _Key) -> AddressRange:
+    def _made(self, key: ItemKey) -> AddressRange:
         made = AddressRange(self._memory, self._num_chunks[key[:2]])
         self._by_address[made.bytes.data_ptr()] = made, key
         return made
@@ -239,14 +236,6 @@ class ChunkStore(ChunkAccount[CopyJob]):
             self.memory.unmap(self.ranges.place(chunk))
         self.pools[tier].give(slot, self.last.get(chunk))
 
-    def await_arrival(self, arrival: CopyJob) -> None:
-        """As `ChunkAccount` says."""
-        self.wait(arrival)
-
-    def await_last(self, chunk: Chunk) -> None:
-        """As `ChunkAccount` says."""
-        self.wait(self.last.get(chunk))
-
     def forget(self, item: Item, stage: int, number: int, chunks: Collection[Chunk]) -> None:
         """As `ChunkAccount` says; chunks that lie together are unmapped at once."""
         if chunks and all(0 in self.where[chunk] for chunk in chunks):
@@ -303,12 +292,12 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self.copied_s[wire] = self.copied_s.get(wire, 0.0) + seconds
         self.moved_bytes[wire] = self.moved_bytes.get(wire, 0) + self.tiers.chunk_bytes
 
-    def wait(self, job: CopyJob | None) -> None:
+    def wait(self, end: CopyJob | None) -> None:
         """Wait for a job, if there is one."""
-        if job is None:
+        if end is None:
             return
-        begin_s = 0.0 if job.is_done.is_set() else perf_counter()
-        self.mover.wait(job)
+        begin_s = 0.0 if end.is_done.is_set() else perf_counter()
+        self.mover.wait(end)
         self.waited_s += perf_counter() - begin_s if begin_s else 0.0
 
     def settle(self) -> None:
