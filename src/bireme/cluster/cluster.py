@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from itertools import combinations
+from typing import ClassVar
 
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError, closest
@@ -124,34 +125,46 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Bridge:
+class _Group:
+    """Devices of a server that share a link, or have one like the others."""
+
+    name: str
+    devices: tuple[int, ...]
+    link: Link
+    least: ClassVar = 1
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__.lower()
+        _check_name(self.name, kind)
+        if len(self.devices) < self.least:
+            raise BiremeError(
+                f"{self.name} joins {len(self.devices)} devices; a {kind} has at least {self.least}."
+            )
+        if len(set(self.devices)) < len(self.devices):
+            raise BiremeError(f"{self.name} names a device twice. Leave out one of the two.")
+
+
+class Bridge(_Group):
     """A PCIe host bridge or the like: all that its devices send and receive passes it, also among themselves.
 
     A device with lanes of its own is alone on its bridge; one without a bridge has nothing in its way.
     """
 
-    name: str
-    devices: tuple[int, ...]
-    link: Link
-
-    def __post_init__(self) -> None:
-        _check_group(self.name, "bridge", self.devices, least=1)
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(_Group):
     """NVLink or the like: devices that reach each other without the bridges.
 
     Every two have a cable of their own or, if `switched`, each has one port for all the others.
     """
 
-    name: str
-    devices: tuple[int, ...]
-    link: Link
     switched: bool = False
+    least: ClassVar = 2
 
     def __post_init__(self) -> None:
-        _check_group(self.name, "mesh", self.devices, least=2)
+        _Group.__post_init__(self)
         if self.link.back_bytes_per_s is not None and not self.switched:
             raise BiremeError(
                 f"The cables of {self.name} are alike both ways: leave out back_bytes_per_s, or make it "
@@ -159,16 +172,10 @@ class Mesh:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
+class Card(_Group):
     """A network card: all that its devices send to other servers and receive from there passes it."""
 
-    name: str
-    devices: tuple[int, ...]
-    link: Link
-
-    def __post_init__(self) -> None:
-        _check_group(self.name, "card", self.devices, least=1)
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +218,6 @@ def _check_rate(name: str, value: float) -> None:
 def _check_latency(value: float) -> None:
     if not 0 <= value <= LONGEST_S:
         raise BiremeError(f"latency_s is {value}; it must be 0 to {LONGEST_S:g}.")
-
-
-def _check_group(name: str, kind: str, devices: tuple[int, ...], *, least: int) -> None:
-    _check_name(name, kind)
-    if len(devices) < least:
-        raise BiremeError(f"{name} joins {len(devices)} devices; a {kind} has at least {least}.")
-    if len(set(devices)) < len(devices):
-        raise BiremeError(f"{name} names a device twice. Leave out one of the two.")
 
 
 ASSUMED_CARD, ASSUMED_LINK = "assumed", Link(1.25e8, latency_s=2.5e-4)
