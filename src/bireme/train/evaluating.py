@@ -125,21 +125,13 @@ class EvaluationSet:
 
     def batches(self, wanted: Callable[[int, int], tuple[Rows, ...]]) -> Iterator[PartlyRead]:
         """The batches, as far as a rank wants them."""
-        with RankBatches(
-            self._samples,
-            self._order,
-            self._batch_size,
-            0,
-            self._num_batches,
-            wanted=wanted,
-            num_workers=self._num_workers,
-            data="evaluation",
-        ) as batches:
-            yield from batches
+        sets = [(self._samples, self._order, self._batch_size, self._num_batches, self._num_workers)]
         if self._rest is not None:
-            order = Order(len(self._rest), shuffled=False)
+            size = len(self._rest)
+            sets.append((self._rest, Order(size, shuffled=False), size, 1, 0))
+        for samples, order, size, count, workers in sets:
             with RankBatches(
-                self._rest, order, len(self._rest), 0, 1, wanted=wanted, data="evaluation"
+                samples, order, size, 0, count, wanted=wanted, num_workers=workers, data="evaluation"
             ) as batches:
                 yield from batches
 

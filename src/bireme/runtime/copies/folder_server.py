@@ -102,11 +102,8 @@ class FolderServer(RequestServer):
         talk.say({"steps": {name: [one.num_bytes, one.sha256] for name, one in served if one is not None}})
 
     def _list_digests(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
-        found: list[list[Any] | None] = []
-        for name in asked["names"]:
-            one = self._digest(name)
-            found.append(None if one is None else [one.num_bytes, one.sha256])
-        talk.say({"digests": found})
+        found = map(self._digest, asked["names"])
+        talk.say({"digests": [None if one is None else [one.num_bytes, one.sha256] for one in found]})
 
     def _digest(self, name: str) -> FileDigest | None:
         try:
