@@ -14,8 +14,7 @@ from time import monotonic
 from rich.console import Console
 from rich.text import Text
 
-from bireme.report.live_view import LiveRun
-from bireme.report.live_view import EVENTS, event_in
+from bireme.report.live_view import EVENTS, LiveRun, event_in
 
 WIDTH = 100
 SHARE = 0.6
