@@ -444,7 +444,10 @@ def test_a_machine_that_leads_has_pieces_of_all_and_the_one_that_led_before_has_
             here = folders[number].take_files(
                 found.runs[number], found.runs[1].path, [str(paths[0])], note, progress
             )
-            assert here == {str(paths[0]): str(wanted)}
+            assert here[str(paths[0])] == str(wanted)
+            run = RunFile().with_keys("data", source="./files/0-data.bin")
+            found.runs[number].write_run(run)
+            assert found.runs[number].load_run().data.source == str(wanted)
             assert not progress.from_machines
         bring(paths[0])
         assert paths[0].read_bytes() == CONTENT

@@ -55,6 +55,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.model import INITIAL_FILES, RunModel
 from bireme.train.resume_checks import base_folder, data_files, load_base, names_in_base
 from bireme.train.run_file import RunFile
+from bireme.train.run_file.run import HERE
 
 _TIMEOUT_S = 60.0
 _LINES_S = 5.0
@@ -418,7 +419,7 @@ class MachineFolders:
                     f"{path} is not on this machine, and that of rank 0 does not answer: {error}."
                 ) from error
             if self._has(number, files):
-                here[path] = str(self._roots[number])
+                here |= dict.fromkeys((path, f"{HERE}{within}"), str(self._roots[number]))
                 continue
             places |= {f"{root}/{name}": (path_within(to, name), one) for name, one in files.items()}
             here[path] = str(to)

@@ -343,9 +343,10 @@ class _PieceFetch:
 
     def _put(self, address: KeeperAddress, came: Mapping[int, tuple[bytes, bytes]]) -> None:
         what = f"{self._file.path} cannot be written"
-        with self._lock, self.locked(), system_errors(what, "What has come of it stays: free space there."):
-            self._file.put(came)
-        self._came(address.address, sum(len(data) for _, data in came.values()))
+        with self._lock:
+            with self.locked(), system_errors(what, "What has come of it stays: free space there."):
+                self._file.put(came)
+            self._came(address.address, sum(len(data) for _, data in came.values()))
 
 
 def fetch_pieces(
@@ -359,7 +360,7 @@ def fetch_pieces(
 ) -> None:
     """Fetch those of these pieces of a partial file that are not here. Machines are asked again if none gives
     a piece. Raises a `BiremeError` after `timeout_s` without a piece, or if the disk is full. `came` is
-    called in any thread.
+    called in other threads, one at a time.
     """
     talk, end_s = _PieceFetch(file, timeout_s, limit, came), time.monotonic() + timeout_s
 
