@@ -235,7 +235,7 @@ class GroupReducer(Reducer):
         self._bell = Bell() if overlaps else None
         self.arrivals = self._arrivals if overlaps else None
         self._buckets: dict[tuple[int, ...], Sequence[Bucket]] = {}
-        """By the addresses of flats, which are used again for later batches. Buckets have views of them, so no
+        """By the addresses of flats, which later batches use again. Buckets have views of these, so no
         other memory gets these addresses.
         """
         self._replicas: Group = replicas or SingleRankGroup()
