@@ -30,6 +30,7 @@ from bireme.schedule.routes import Routes
 from bireme.sync.group import AbortedError
 from bireme.wire import connection, listener
 from tests.runtime.test_transport import SCENARIOS
+from tests.support.patience import patience_s
 from tests.support.sockets import HOST, Receive, format_of, key, mesh, pair, send
 from tests.support.together import run_threads
 
@@ -320,7 +321,7 @@ def test_who_is_lost_has_its_number_in_the_world_while_ranks_meet_and_afterwards
 
     def work(rank: int) -> str:
         lines = meet(store, "here", rank=rank, ranks=ranks, neighbors={1 - rank}, timeout_s=20)
-        transport = SocketTransport(lines, timeout_s=0.3, ranks=ranks)
+        transport = SocketTransport(lines, timeout_s=patience_s() if rank else 0.3, ranks=ranks)
         pending = Receive(transport, key(0, forward=rank == 1), 1 - rank, 8)
         try:
             with pytest.raises(PeerLost if rank else BiremeError) as caught:
