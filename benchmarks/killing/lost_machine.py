@@ -79,6 +79,8 @@ width = 3
 mode = "quorum"
 lease_s = 4.0
 """
+_ANEW = "best of a kind"
+"""Of the table of plans, which is printed after a search."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -224,6 +226,7 @@ def _row(layers: int, batch: int, num: int) -> dict[str, Any]:
                 machines.wait_for("")
                 time.sleep(POLL_S)
             again_s = time.monotonic() - killed_s
+            made_anew = _ANEW in machines.said("red").partition("Phase 2 is prepared")[2]
             (sentence,) = (line for line in machines.said("red").splitlines() if "Phase 2 trains" in line)
         finally:
             machines.close()
@@ -241,6 +244,7 @@ def _row(layers: int, batch: int, num: int) -> dict[str, Any]:
                 if name.startswith(("bireme s", "phase"))
             },
             "plans_ahead": num_plans,
+            "plan_was_ahead": not made_anew,
         }
         log(json.dumps(row))
         return row
@@ -255,6 +259,7 @@ def lost_machine_verdicts(rows: list[dict[str, Any]]) -> Iterator[Verdict]:
         else:
             yield at_most(f"{name}: batches' time until it trains again", row["again_batches"], MOST_BATCHES)
         yield exactly(f"{name}: plans made ahead", row["plans_ahead"], row["machines"] - 1)
+        yield exactly(f"{name}: the phase had one of them", row["plan_was_ahead"], True)
 
 
 def joined_rows() -> list[dict[str, Any]]:
