@@ -2,16 +2,21 @@
 
 import errno
 import os
+import shutil
+from contextlib import closing
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError
+from bireme.runtime.copies.folder_server import FolderServer
 from bireme.runtime.stores import HashStore, PrefixStore
 from bireme.train.checkpoint import checkpoint as folder_module
-from bireme.train.checkpoint.checkpoint import newest_good
+from bireme.train.checkpoint.checkpoint import MachinesNote, newest_good, note_machines, open_checkpoint
 from bireme.train.checkpoint.writer import CheckpointWriter
 from tests.support.checkpoints import (
     fill,
@@ -21,6 +26,7 @@ from tests.support.checkpoints import (
     ranks,
     steps_in,
 )
+from tests.support.patience import patience_s
 from tests.support.together import run_threads
 
 
@@ -187,3 +193,24 @@ def test_where_files_cannot_be_locked_a_person_is_told(
         assert "make sure that no other run writes there" in run.warnings(0)[0]
         run.save(1)
         assert run.saved() == [1]
+
+
+def test_a_machine_that_comes_later_reads_what_one_machine_has_written(tmp_path: Path) -> None:
+    """A run went on alone after a machine was lost. It came back, had the manifest, and looked for the file
+    in its own folder.
+    """
+    here, there = tmp_path / "here", tmp_path / "there"
+    fill(here / "checkpoints", [1])
+    with closing(FolderServer(patience_s())) as server:
+        server.folder = here
+        note_machines(here, MachinesNote((server.address,), 0))
+        found = newest_good(here / "checkpoints")
+        assert found is not None
+        assert not found.manifest.machines
+        path = there / "checkpoints" / found.folder.name
+        path.mkdir(parents=True)
+        shutil.copy(found.folder / "manifest.json", path)
+        read = replace(open_checkpoint(path), holders=found.holders).snapshot().tensors
+        expected = found.snapshot().tensors
+        assert {*read} == {*expected}
+        assert all(torch.equal(read[name], expected[name]) for name in expected)

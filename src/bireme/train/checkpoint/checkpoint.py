@@ -466,6 +466,10 @@ def newest_good(folder: Path, on_bad: Tell | None = None, *, but: Collection[Pat
                 checkpoint, sentences = checkpoint.with_holders(on_bad), ()
             else:
                 sentences = checkpoint.damage()
+                if not sentences and noted_machines(folder.parent) is not None:
+                    # One machine has written it, and others that do not see its folder may read it now.
+                    holders = find_holders(folder.parent, found[index], checkpoint.manifest, ())
+                    checkpoint = replace(checkpoint, holders=holders)
         except BiremeError as error:
             sentences = (str(error),)
         if not sentences:
