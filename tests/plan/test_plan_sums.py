@@ -48,11 +48,27 @@ def forecast(
     rounds: SiteRounds | None = None,
     copied_share: float = 0.0,
     profile: Profile | None = None,
+    shard: str = "none",
 ) -> Forecast:
     devices = tuple(device.name for device in cluster(kind).devices())
     plan = Plan((), 4, schedule, width=2, micro_batch_sizes=(1, 1), devices=(devices,))
-    request = PlanRequest(batch_size=8, sums=cost(codec), rounds=rounds, copied_share=copied_share)
+    request = PlanRequest(
+        batch_size=8, sums=cost(codec), rounds=rounds, copied_share=copied_share, shard=shard
+    )
     return forecast_of(plan, replace(profile or tiny_profile(), codecs=rates), cluster(kind), request)
+
+
+def slow() -> Profile:
+    """The profile with backwards that take long."""
+    units = tiny_profile().units
+    long = [[replace(cost, backward_s=2e-3) for cost in unit.costs] for unit in units]
+    costly = tuple(replace(unit, costs=tuple(costs)) for unit, costs in zip(units, long, strict=True))
+    return replace(tiny_profile(), units=costly)
+
+
+def gradient_s() -> float:
+    """The seconds of all gradients on the link."""
+    return sum(unit.gradient_bytes for unit in tiny_profile().units) / SLOW
 
 
 def cost(codec: str) -> SumCost:
@@ -114,21 +130,30 @@ def test_the_steps_of_a_codec_count_where_there_are_sums_and_loss_matters() -> N
 def test_a_batch_of_the_delay_warm_up_waits_for_its_sums() -> None:
     found, request = forecast("none", "2bw-fresh"), PlanRequest(batch_size=8, sums=cost("none"))
     without = request.penalty(Rule.FRESH, tiny_profile().optimizer, 1, 4, width=2)
-    sums_s = sum(unit.gradient_bytes for unit in tiny_profile().units) / SLOW
-    late_s = found.stages[0].busy_s + sums_s - found.batch_s
+    late_s = found.stages[0].busy_s + gradient_s() - found.batch_s
     assert late_s > 0
     warmup = 1 + request.delay_warmup_share * late_s / found.batch_s
     assert found.penalty == pytest.approx(without * warmup, rel=0.01)
+
+
+def test_a_shared_optimizer_s_sums_cross_during_the_last_part_of_the_last_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bireme.sync.slices._LEAST_BUCKET_BYTES", 2**10)
+    monkeypatch.setattr("bireme.sync.slices._NUM_BUCKETS", 64)
+    late, early = (forecast("none", kind=kind, profile=slow(), shard="optimizer") for kind in ("cuda", "cpu"))
+    backward_s = sum(unit.costs[0].backward_s for unit in slow().units)
+    # A quarter of the bytes begins when a quarter of the backward is left.
+    assert late.batch_s - early.batch_s == pytest.approx(0.25 * min(backward_s, gradient_s()), rel=0.1)
+    coded = (forecast("int8", kind=kind, profile=slow(), shard="optimizer") for kind in ("cuda", "cpu"))
+    assert len({one.batch_s for one in coded}) == 1
 
 
 def test_what_crosses_during_the_last_backward_of_the_delay_warm_up_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bireme.sync.slices._LEAST_BUCKET_BYTES", 2**10)
-    units = tiny_profile().units
-    long = [[replace(cost, backward_s=2e-3) for cost in unit.costs] for unit in units]
-    slow = tuple(replace(unit, costs=tuple(costs)) for unit, costs in zip(units, long, strict=True))
-    profile, request = replace(tiny_profile(), units=slow), PlanRequest(batch_size=8, sums=cost("none"))
+    profile, request = slow(), PlanRequest(batch_size=8, sums=cost("none"))
     late, flush = (forecast("none", one, "cpu", profile=profile) for one in ("2bw-fresh", "1f1b"))
     without = request.penalty(Rule.FRESH, profile.optimizer, 1, 4, width=2)
     warmup = 1 + request.delay_warmup_share * (flush.batch_s - late.batch_s) / late.batch_s

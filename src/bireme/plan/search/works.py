@@ -357,11 +357,12 @@ class DraftSums:
         """The same in batches of a draft that are not delayed."""
         problem, request, outline = self._problem, self._problem.request, draft.outline
         codec, devices = request.sums_within.codec, problem.cluster.devices()
+        sharers = request.num_sharers(outline.width)
+        kinds = (SumKind.DENSE,) if sharers > 1 else (SumKind.DENSE, SumKind.BITS)
         if (
-            draft.paging is not None
-            or request.rounds is not None
-            or request.num_sharers(outline.width) > 1
-            or codec.kind not in (SumKind.DENSE, SumKind.BITS)
+            request.rounds is not None
+            or draft.whole_weights
+            or codec.kind not in kinds
             or any(devices[device].device.kind != "cpu" for row in draft.grid for device in row)
         ):
             return ()
@@ -373,6 +374,8 @@ class DraftSums:
             last = bucket_bytes(of_ranks[rank], num_coders)
             # Sums of parts are sent after their parts, the last of them after the backward.
             most = 0.5 if codec.is_cut(draft.widths[stage]) else 1.0
+            if sharers > 1:  # besides, weights are sent; a piece of the first part comes last in each bucket
+                most = 0.5 / sharers
             found.append(most * max(1.0 - last / summed[stage], 0.0) if summed[stage] else 0.0)
         return tuple(found)
 
