@@ -84,8 +84,9 @@ class RankPaging:
         """Whether no gradients leave the device between the last backward of their batch and its update."""
         left = set[tuple[int, int]]()
         for step in self._program.tracks[self._rank]:
-            if step.kind is Kind.EVICT and step.page is not None and step.page.item is Item.GRADIENT:
-                left.add((step.stage, step.page.number))
+            page = step.page
+            if step.kind is Kind.EVICT and page and (page.item, page.tier) == (Item.GRADIENT, 0):
+                left.add((step.stage, step.batch))
             elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 left.discard((step.stage, step.batch))
             elif step.kind is Kind.UPDATE and (step.stage, step.batch) in left:
