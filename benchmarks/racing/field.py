@@ -19,6 +19,8 @@ from benchmarks.killing.session import living
 from bireme.errors import BiremeError
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(bireme.__file__).parents[1])])}
+"""So that processes in other folders find the task of the race, and this Bireme."""
 HOSTS = 4
 ADDRESS = "BIREME_RACE_ADDRESS"
 """Names the variable with the address of a process's host."""
@@ -94,7 +96,7 @@ class Field:
             "MASTER_PORT": str(_free_port()),
             "GLOO_SOCKET_IFNAME": CARD if self._hosts else "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(bireme.__file__).parents[1])]),
+            **IMPORTS,
             **variables,
         }
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.paced import SPEED
-from benchmarks.racing.field import Field, wait_for
+from benchmarks.racing.field import IMPORTS, Field, wait_for
 from benchmarks.racing.rank import Order, Reached, card_bytes
 from benchmarks.racing.task import BATCH, NUM_EVALUATED, WARMUP_STEPS
 from bireme.errors import BiremeError
@@ -71,7 +71,7 @@ def plan(place: Field, order: Order, cache: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, *words, f"--output={path}", "--json"],
         cwd=place.folder,
-        env=os.environ | {"BIREME_CACHE": str(cache), SPEED: "1"},
+        env=os.environ | IMPORTS | {"BIREME_CACHE": str(cache), SPEED: "1"},
         capture_output=True,
         text=True,
         check=False,
