@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -166,25 +165,15 @@ def test_a_codec_that_was_not_studied_costs_as_the_next_coarser_one_of_its_kind(
         return sum_steps(parse_sum_codec(word), "sgd")
 
     studied = STUDIED_SUMS["adamw"]
-    assert steps("int6") == steps("int4")
+    assert steps("int3") == steps("int4") == steps("int6") == studied["int8"]  # fewer than these is chance
     assert steps("lowrank:6") == studied["lowrank:4"]
     assert steps("threshold:0.05:20") == studied["threshold:0.01:50"]
-    assert steps("int1") == SumSteps(steps("int2").steps, is_at_least=True)
+    assert steps("int1") == SumSteps(studied["int2"].steps, is_at_least=True)
     assert steps("lowrank:1") == SumSteps(studied["lowrank:4"].steps, is_at_least=True)
 
 
-@pytest.mark.parametrize("optimizer", STUDIED_SUMS)
-def test_a_coarser_codec_of_sums_counts_more_steps_than_a_finer_one(optimizer: str) -> None:
-    """In the study `int4` took fewer than `int8`, by chance: it must gain more than that in seconds."""
-    for words in (("none", "int8", "int4", "int3", "int2"), ("none", "lowrank:8", "lowrank:4")):
-        counted = [sum_steps(parse_sum_codec(word), optimizer).steps for word in words]
-        known = [STUDIED_SUMS[optimizer][word].steps for word in words[1:]]
-        assert all(one >= least for one, least in zip(counted[1:], known, strict=True))
-        assert all(next_ - one >= 0.03 - 1e-9 for one, next_ in pairwise(counted[1:]))
-
-
 @pytest.mark.parametrize(
-    ("word", "told"), [("int2", "takes 1.12 steps"), ("int1", "takes at least 1.12 steps"), ("none", None)]
+    ("word", "told"), [("int2", "takes 1.09 steps"), ("int1", "takes at least 1.09 steps"), ("none", None)]
 )
 def test_a_plan_says_what_its_sums_go_through_and_what_that_costs(word: str, told: str | None) -> None:
     request = PlanRequest(batch_size=8, depth=1, width=2, schedule="1f1b", sums=cost(word))

@@ -33,7 +33,7 @@ DILOCO = SyncChoice(rounds=SiteRounds(averages=True, every=50, lag=1))
 ALL = (*SUMS, GROUPS, DILOCO)
 WIDE = PlanRequest(8, depth=1, width=2, sync_choices=ALL)
 FEW = replace(WIDE, sync_choices=tuple(one for one in ALL if one.sums.codec.rank == 0))
-SLOWEST, SLOWER, SLOW, FAST = 1e2, 3e7, 1e8, 1e13
+SLOWEST, SLOW, FAST = 1e2, 1e8, 1e13
 RATES = (SLOWEST, 1e6, SLOW, FAST)
 
 
@@ -61,8 +61,7 @@ def refusals(answer: Answer) -> dict[tuple[str, str], str]:
 
 def test_the_slower_the_link_the_fewer_bytes_are_chosen() -> None:
     assert chosen(found(FAST)) == ("allreduce", "none")
-    assert chosen(found(SLOW, FEW)) == ("allreduce", "int8")
-    assert chosen(found(SLOWER, FEW)) == ("allreduce", "int2")
+    assert chosen(found(SLOW, FEW)) == ("allreduce", "int4")
     assert chosen(found(SLOWEST, FEW)) == ("diloco", "none")
     assert chosen(found(SLOWEST)) == ("allreduce", "lowrank:4")
 

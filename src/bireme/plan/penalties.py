@@ -228,28 +228,24 @@ SUMS_TO_TRY = ("int4", "int8", "int2", "lowrank:4")
 """What the planner tries: of equal bytes those with the fewest steps."""
 
 
-_CHANCE = 0.03
-"""Two figures of the study that are nearer than this may differ by chance."""
-
-
 @lru_cache(maxsize=256)
 def sum_steps(codec: SumCodec, optimizer: str) -> SumSteps:
-    """The steps of a codec, or of the next coarser one of its kind that was studied. If none is coarser, at
-    least those of the coarsest. Optimizers that were not studied count as AdamW.
-
-    A codec counts at least `_CHANCE` more than the next finer one that was studied: what loses more of each
-    gradient must gain more than the study can tell.
+    """The steps of a codec, or of the next coarser one of its kind that was studied, and no fewer than those
+    of finer ones: that these took more is chance. If none is coarser, at least those of the coarsest.
+    Optimizers that were not studied count as AdamW.
     """
     if codec.kind is SumKind.DENSE:
         return SumSteps(1.0)
     studied = STUDIED_SUMS.get(optimizer, STUDIED_SUMS["adamw"])
-    alike = {parse_sum_codec(word): steps for word, steps in studied.items()}
-    counted = SumSteps(1.0 - _CHANCE)
-    for one in sorted((one for one in alike if one.kind is codec.kind), key=_fineness, reverse=True):
-        counted = max(alike[one], SumSteps(counted.steps + _CHANCE), key=lambda found: found.steps)
-        if _fineness(one) <= _fineness(codec):
-            return counted
-    return SumSteps(counted.steps, is_at_least=True)
+    alike = {
+        _fineness(one): steps
+        for one, steps in ((parse_sum_codec(word), steps) for word, steps in studied.items())
+        if one.kind is codec.kind
+    }
+    coarser = [one for one in alike if one <= _fineness(codec)]
+    if not coarser:
+        return SumSteps(alike[min(alike)].steps, is_at_least=True)
+    return max((alike[one] for one in alike if one >= max(coarser)), key=lambda found: found.steps)
 
 
 BOTH_CODED = 1.05
