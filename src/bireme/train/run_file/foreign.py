@@ -410,8 +410,8 @@ def _check_messages(reader: Translation, dataset: dict[str, Any]) -> None:
 
 
 def _source(path: str, config: Any = None, split: Any = None, most: int = 0) -> str:
-    """A file or folder that is there or looks like one, else a dataset of the Hub; its first rows if there
-    are at `most` so many.
+    """A file or folder that is there or looks like one, else a dataset of the Hub; only its first `most` rows
+    if that is not 0.
     """
     is_file = Path(path).exists() or path.startswith((".", "/", "~")) or bool(Path(path).suffix)
     if is_file and not (config or most):
