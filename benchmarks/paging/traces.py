@@ -26,7 +26,7 @@ def small_trace(seed: int, num_chunks: int, num_steps: int) -> list[ChunkAccess]
             writes = not reads or draw.random() < 0.4
             ends = draw.random() < 0.1
             chunk = Chunk(Item.WEIGHTS, number, 0, 0)
-            accesses.append(ChunkAccess(at, chunk, at, 0, STEP, reads=reads, writes=writes, ends=ends))
+            accesses.append(ChunkAccess(at, chunk, at, STEP, reads=reads, writes=writes, ends=ends))
             there.discard(number) if ends else there.add(number)
     return accesses
 

@@ -179,7 +179,7 @@ def test_the_largest_working_set_is_that_of_all_accesses(one: Asked) -> None:
     for rank in range(program.num_ranks):
         tiers = program.tiers_of(rank)
         if tiers is not None:
-            steps = accesses_of(one.program, rank, tiers).values()
+            steps = accesses_of(one.program, rank, tiers).on_device.values()
             most = max(sum(access.takes for access in own) for own in steps)
             assert most_at_once(one.program, rank, tiers) == most
 

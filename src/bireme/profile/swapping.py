@@ -319,7 +319,6 @@ def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -
                 at,
                 Chunk(_PAGED[block.owner], 0, block.id, number),
                 (at, block.id),
-                0,
                 STEP,
                 reads=not is_born,
                 writes=is_written,

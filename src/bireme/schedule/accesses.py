@@ -1,6 +1,6 @@
 """The accesses of a tier: which chunk is read or written at which step. What paging is planned from."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -58,36 +58,35 @@ def uses(
 
 
 def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
-    stage = step.stage
     if step.kind in COMPUTE:
-        yield Use(Item.FROZEN, stage, 0, Mode.READ)
+        yield _use(program, step, Item.FROZEN)
     match step.kind:
         case Kind.FORWARD:
-            yield _weights(program, step, Mode.READ)
-            yield _stash(program, step, Mode.CHANGE if step.half == 1 else Mode.MAKE)
+            yield _use(program, step, Item.WEIGHTS)
+            yield _use(program, step, Item.STASH, Mode.CHANGE if step.half == 1 else Mode.MAKE)
         case Kind.RECOMPUTE | Kind.BACKWARD_INPUT:
-            yield _weights(program, step, Mode.READ)
-            yield _stash(program, step, Mode.READ)
+            yield _use(program, step, Item.WEIGHTS)
+            yield _use(program, step, Item.STASH)
         case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-            yield _weights(program, step, Mode.READ)
-            yield _stash(program, step, Mode.READ, ends=True)
-            yield _gradient(program, step, Mode.ADD)
+            yield _use(program, step, Item.WEIGHTS)
+            yield _use(program, step, Item.STASH, ends=True)
+            yield _use(program, step, Item.GRADIENT, Mode.ADD)
         case Kind.FETCH if step.moves_whole:
-            yield Use(Item.FROZEN, stage, 0, Mode.READ)
-            yield _weights(program, step, Mode.READ)
+            yield _use(program, step, Item.FROZEN)
+            yield _use(program, step, Item.WEIGHTS)
         case Kind.SCATTER:
-            yield _gradient(program, step, Mode.ADD)
+            yield _use(program, step, Item.GRADIENT, Mode.ADD)
         case Kind.REDUCE | Kind.COLLECT:
-            yield _gradient(program, step, Mode.READ)
+            yield _use(program, step, Item.GRADIENT)
         case Kind.UPDATE:
-            yield _gradient(program, step, Mode.READ, ends=True)
-            yield Use(Item.OPTIMIZER, stage, 0, Mode.CHANGE)
+            yield _use(program, step, Item.GRADIENT, ends=True)
+            yield _use(program, step, Item.OPTIMIZER, Mode.CHANGE)
             yield from _updated(program, step, master=master)
         case Kind.TRIAL:
             if step.seen:
-                yield Use(Item.GRADIENT, stage, step.batch - 1, Mode.READ)
-            yield Use(Item.OPTIMIZER, stage, 0, Mode.READ)
-            yield _weights(program, step, Mode.MAKE)
+                yield Use(Item.GRADIENT, step.stage, step.batch - 1, Mode.READ)
+            yield _use(program, step, Item.OPTIMIZER)
+            yield _use(program, step, Item.WEIGHTS, Mode.MAKE)
         case Kind.AVERAGE_START | Kind.AVERAGE_END:
             yield from _averaged(program, step, master=master)
 
@@ -140,41 +139,40 @@ def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[U
     """The banks of an UPDATE. Under FRESH the newest weights are the optimizer's, with or without master."""
     if program.rule is Rule.FRESH:
         return
-    if master:
-        yield _weights(program, step, Mode.MAKE)
-    elif program.banks[step.stage] == 1:
-        yield _weights(program, step, Mode.CHANGE)
-    else:
+    if program.banks[step.stage] == 1 and not master:
+        yield _use(program, step, Item.WEIGHTS, Mode.CHANGE)
+        return
+    if not master:
         before = ((step.version or 0) - 1) % program.banks[step.stage]
         yield Use(Item.WEIGHTS, step.stage, before, Mode.READ)
-        yield _weights(program, step, Mode.MAKE)
+    yield _use(program, step, Item.WEIGHTS, Mode.MAKE)
 
 
 def _averaged(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:
     """What AVERAGE_START reads and AVERAGE_END changes: the newest weights, wherever they are."""
     is_end = step.kind is Kind.AVERAGE_END
     if master or program.rule is Rule.FRESH:
-        yield Use(Item.OPTIMIZER, step.stage, 0, Mode.CHANGE if is_end else Mode.READ)
+        yield _use(program, step, Item.OPTIMIZER, Mode.CHANGE if is_end else Mode.READ)
     if program.rule is not Rule.FRESH and (is_end or not master):
         made = Mode.MAKE if master else Mode.CHANGE
-        yield _weights(program, step, made if is_end else Mode.READ)
+        yield _use(program, step, Item.WEIGHTS, made if is_end else Mode.READ)
 
 
-def _weights(program: Program, step: Instruction, mode: Mode) -> Use:
-    bank = (step.version or 0) % program.banks[step.stage]
-    return Use(Item.WEIGHTS, step.stage, bank, mode)
+def _use(
+    program: Program, step: Instruction, item: Item, mode: Mode = Mode.READ, *, ends: bool = False
+) -> Use:
+    return Use(item, step.stage, number_of(program, step, item), mode, ends)
 
 
-def _stash(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
-    number = step.batch * program.num_microbatches + (step.microbatch or 0)
-    return Use(Item.STASH, step.stage, number, mode, ends)
-
-
-def _gradient(program: Program, step: Instruction, mode: Mode, *, ends: bool = False) -> Use:
-    number = step.batch
-    if program.rule is Rule.STASHED:
-        number = step.batch * program.num_microbatches + (step.microbatch or 0)
-    return Use(Item.GRADIENT, step.stage, number, mode, ends)
+def number_of(program: Program, step: Instruction, item: Item) -> int:
+    """The number of the item that a step uses or moves, as `Chunk` has it."""
+    if item is Item.WEIGHTS:
+        return (step.version or 0) % program.banks[step.stage]
+    if item is Item.OPTIMIZER or item is Item.FROZEN:
+        return 0
+    if item is Item.GRADIENT and program.rule is not Rule.STASHED:
+        return step.batch
+    return step.batch * program.num_microbatches + (step.microbatch or 0)
 
 
 # The bytes of what each stage keeps, and which of them can be paged.
@@ -266,7 +264,7 @@ def unpaged(program: Program, sizes: Sizes, paged: Collection[tuple[Item, int]])
 class ChunkAccess(NamedTuple):
     """One use of a chunk in a tier, at a step.
 
-    `label` is the same in every batch, `batch` tells which it is. `takes` where the chunk must have a slot
+    `label` is the same in every batch; `step` tells which it is. `takes` where the chunk must have a slot
     during the step, `ends` where it is gone from the tier afterwards. `is_below` where the step uses the
     chunk in the tier below, so that it must be there and not here; `is_kept_below` where all that write the
     chunk do, so that there is always a valid copy.
@@ -275,7 +273,6 @@ class ChunkAccess(NamedTuple):
     at: int
     chunk: Chunk
     label: Hashable
-    batch: int
     step: Instruction
     reads: bool
     writes: bool
@@ -292,36 +289,49 @@ ItemKey = tuple[Item, int, int]
 """An item by its stage and number; its chunks are all used alike."""
 
 
-def accesses_of(
-    program: Program, rank: int, tiers: RankTiers, *, is_summed: bool = False
-) -> dict[int, list[ChunkAccess]]:
-    """What the instructions of a track do to chunks on the device, by their place in the track.
+@dataclass(frozen=True, slots=True)
+class TrackAccesses:
+    """What the instructions of a track do to chunks `on_device`, by their place in the track. Those that are
+    made `on_host` are accesses of that tier, at no step yet.
+    """
+
+    on_device: dict[int, list[ChunkAccess]]
+    on_host: dict[int, list[ChunkAccess]]
+
+
+def accesses_of(program: Program, rank: int, tiers: RankTiers, *, is_summed: bool = False) -> TrackAccesses:
+    """What the instructions of a track do to chunks.
 
     Each instruction that uses chunks is a step. Where gradients are summed over replicas, they are used all
     the time from REDUCE to UPDATE, and parts of them from SCATTER to COLLECT. An update on the host uses
     gradients and weights below; what it remembers is never on the device.
     """
     found: dict[int, list[ChunkAccess]] = {}
+    on_host: defaultdict[int, list[ChunkAccess]] = defaultdict(list)
     made: set[ItemKey] = set()
     times: Counter[tuple[Kind, int, int]] = Counter()
-    summed = _SummedGradients(is_summed=is_summed)
+    summed: dict[tuple[ItemKey, bool], tuple[Chunk, ...]] = {}
+    """The gradients that sums over replicas are added to, by item, and whether a whole batch is summed."""
     uses = ChunkUses(program, tiers)
     for index, step in enumerate(program.tracks[rank]):
         used = {(use.item, use.stage, use.number): (use, chunks) for use, chunks in uses.of(step)}
         if not used:
             continue
-        at, label, batch = len(found), _label(step), step.batch
+        at, label = len(found), _label(step)
         if step.kind in SHARING or step.moves_whole:
-            times[step.kind, step.stage, batch] += 1
-            label = label, times[step.kind, step.stage, batch]
+            times[step.kind, step.stage, step.batch] += 1
+            label = label, times[step.kind, step.stage, step.batch]
+        besides = {key: chunks for (key, _), chunks in summed.items() if key not in used}
         own = found[index] = [
-            ChunkAccess(at, chunk, label, batch, step, reads=True, writes=False)
-            for chunk in sorted(chain.from_iterable(summed.besides(used)))
+            ChunkAccess(at, chunk, label, step, reads=True, writes=False)
+            for chunk in sorted(chain.from_iterable(besides.values()))
         ]
         for key, (use, chunks) in used.items():
             if use.tier:
                 made.discard(key)
-                own += chain.from_iterable(_seen_above(at, chunk, step, use) for chunk in chunks)
+                below = [_on_host(at, chunk, step, use) for chunk in chunks]
+                on_host[index] += below
+                own += _seen_above(below, use)
                 continue
             is_kept_below = use.item is Item.WEIGHTS and use.stage in tiers.host_updates
             reads = not (use.mode is Mode.MAKE or (use.mode is Mode.ADD and key not in made))
@@ -330,55 +340,31 @@ def accesses_of(
             if ends:
                 made.discard(key)
             if use.item is Item.GRADIENT:
-                summed.note(step, key, chunks)
+                is_of_batch = step.kind in (Kind.REDUCE, Kind.UPDATE)
+                if step.kind is Kind.SCATTER or (step.kind is Kind.REDUCE and is_summed):
+                    summed[key, is_of_batch] = chunks
+                elif step.kind in (Kind.COLLECT, Kind.UPDATE):
+                    summed.pop((key, is_of_batch), None)
             own += [
-                _access((at, chunk, label, batch, step, reads, writes, ends, True, False, is_kept_below))
+                _access((at, chunk, label, step, reads, writes, ends, True, False, is_kept_below))
                 for chunk in chunks
             ]
-    return found
-
-
-class _SummedGradients:
-    """The chunks of gradients that sums over replicas are added to while a track goes by."""
-
-    def __init__(self, *, is_summed: bool) -> None:
-        self._is_summed = is_summed
-        self._found: dict[tuple[ItemKey, bool], tuple[Chunk, ...]] = {}
-        """By item, and whether a whole batch is summed."""
-
-    def note(self, step: Instruction, key: ItemKey, gradients: tuple[Chunk, ...]) -> None:
-        """A step uses gradients."""
-        is_of_batch = step.kind in (Kind.REDUCE, Kind.UPDATE)
-        if step.kind is Kind.SCATTER or (step.kind is Kind.REDUCE and self._is_summed):
-            self._found[key, is_of_batch] = gradients
-        elif step.kind in (Kind.COLLECT, Kind.UPDATE):
-            self._found.pop((key, is_of_batch), None)
-
-    def besides(self, used: Collection[ItemKey]) -> list[tuple[Chunk, ...]]:
-        """Those that are being summed, but for those that are used in any case."""
-        return [*{key: value for (key, _), value in self._found.items() if key not in used}.values()]
-
-
-def host_accesses_of(uses: ChunkUses, step: Instruction) -> list[ChunkAccess]:
-    """What a step does to chunks on the host, as an access of that tier, at no step yet."""
-    return [
-        _on_host(0, chunk, step, use) for use, chunks in uses.of(step) if use.tier == 1 for chunk in chunks
-    ]
+    return TrackAccesses(found, on_host)
 
 
 def _on_host(at: int, chunk: Chunk, step: Instruction, use: Use) -> ChunkAccess:
     reads, writes = use.mode is not Mode.MAKE, use.mode is not Mode.READ
-    return ChunkAccess(at, chunk, _label(step), step.batch, step, reads, writes, use.ends)
+    return ChunkAccess(at, chunk, _label(step), step, reads, writes, use.ends)
 
 
-def _seen_above(at: int, chunk: Chunk, step: Instruction, use: Use) -> Iterator[ChunkAccess]:
+def _seen_above(below: Sequence[ChunkAccess], use: Use) -> Iterator[ChunkAccess]:
     """What an update on the host is to the device: it needs gradients below, and makes weights there. What
     an optimizer remembers is never on the device, and of weights there is always a copy below.
     """
     is_made = use.item is Item.WEIGHTS and use.mode is not Mode.READ
-    if is_made or use.item is Item.GRADIENT:
-        below = _on_host(at, chunk, step, use)._replace(takes=False, is_below=True, is_kept_below=is_made)
-        yield below._replace(reads=not is_made, writes=is_made)
+    for one in below if is_made or use.item is Item.GRADIENT else ():
+        seen = one._replace(takes=False, is_below=True, is_kept_below=is_made)
+        yield seen._replace(reads=not is_made, writes=is_made)
 
 
 def _label(step: Instruction) -> Hashable:

@@ -183,7 +183,7 @@ def most_at_once(program: Program, rank: int, tiers: RankTiers, *, is_summed: bo
     depends on what is under way; else instructions of a kind and stage need equally many.
     """
     if is_summed or program.num_sharers > 1:
-        accesses = accesses_of(program, rank, tiers, is_summed=is_summed)
+        accesses = accesses_of(program, rank, tiers, is_summed=is_summed).on_device
         return max((sum(one.takes for one in own) for own in accesses.values()), default=0)
     track, used = program.tracks[rank], ChunkUses(program, tiers)
     unlike = {

@@ -11,25 +11,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
-from bireme.schedule.accesses import ChunkUses, Mode, Use
+from bireme.schedule.accesses import ChunkUses, Mode, Use, number_of
 from bireme.schedule.instruction import COMPUTE, PAGING, SHARING, Instruction, Item, Kind
-from bireme.schedule.program import Program, Rule
+from bireme.schedule.program import Program
 from bireme.schedule.tiers import Chunk, RankTiers, Tier
 
 
 def chunk_of(program: Program, step: Instruction) -> Chunk:
     """The chunk that a FETCH or EVICT moves."""
     assert step.page is not None, "FETCH and EVICT have a page"
-    match step.page.item:
-        case Item.WEIGHTS:
-            number = (step.version or 0) % program.banks[step.stage]
-        case Item.OPTIMIZER | Item.FROZEN:
-            number = 0
-        case Item.GRADIENT if program.rule is not Rule.STASHED:
-            number = step.batch
-        case _:
-            number = step.batch * program.num_microbatches + (step.microbatch or 0)
-    return Chunk(step.page.item, step.stage, number, step.page.chunk)
+    item = step.page.item
+    return Chunk(item, step.stage, number_of(program, step, item), step.page.chunk)
 
 
 _ALL_ON_DEVICE = RankTiers(1, (Tier("device", None, None),), {}, {}, master=False)

@@ -125,7 +125,7 @@ def _gap(chunk: Chunk, before: ChunkAccess | None, after: ChunkAccess | None, ch
         return Gap(chunk, None, after, chain, -1, after.reads, group)
     if after is None:
         return Gap(chunk, before, None, chain, before.at, True, (item, stage, number, before.label))
-    group = item, stage, number, before.label, after.label, after.batch - before.batch
+    group = item, stage, number, before.label, after.label, after.step.batch - before.step.batch
     return Gap(chunk, before, after, chain, before.at, after.reads, group)
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from bireme.schedule.accesses import ChunkAccess, ChunkUses, accesses_of, host_accesses_of
+from bireme.schedule.accesses import ChunkAccess, accesses_of
 from bireme.schedule.budgets import (
     Cut,
     TierTooSmallError,
@@ -190,19 +190,13 @@ class _Planner:
         self.rank = rank
         self.tiers = tiers
         self.track = program.tracks[rank]
-        self.used = accesses_of(program, rank, tiers, is_summed=is_summed)
+        accesses = accesses_of(program, rank, tiers, is_summed=is_summed)
+        self.used, self.used_on_host = accesses.on_device, accesses.on_host
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)
         self._lower: list[tuple[Leads, Evictions, int]] = []
         """What may leave the tier below the device for each plan of the device, and ahead by how much."""
-        self.used_on_host: dict[int, list[ChunkAccess]] = {}
-        """What instructions do to chunks on the host themselves, by their place in the track."""
-        if tiers.host_updates:
-            uses = ChunkUses(program, tiers)
-            self.used_on_host = {
-                index: own for index, step in enumerate(self.track) if (own := host_accesses_of(uses, step))
-            }
 
     def decided(self, ahead: int) -> list[Leads]:
         """For each tier that overflows into another which gaps to evict. Raises where one is too small."""
