@@ -44,7 +44,7 @@ def program_trace(
         sweep=sweep,
     )
     chunks = {(item, part): number for item, number in CHUNKS.items() for part in range(parts)}
-    used = accesses_of(program, 0, RankTiers(1, (), chunks, {}, master=True))
+    used = accesses_of(program, 0, RankTiers(1, (), chunks, {}, master=True)).on_device
     accesses = [access for own in used.values() for access in own]
     return accesses, len(used), _most_at_once(accesses)
 

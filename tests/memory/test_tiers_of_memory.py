@@ -11,11 +11,12 @@ import torch
 from bireme.errors import BiremeError
 from bireme.memory import system_memory
 from bireme.memory.disk_tier import DiskTier
-from bireme.memory.system_memory import PAGE_BYTES, POISON, AddressRange, HostChunks, page_bytes
+from bireme.memory.system_memory import PAGE_BYTES, AddressRange, HostChunks, page_bytes
 from bireme.plan.plan import Paging, Plan
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.checker import check
+from tests.support.poisoned import POISON, PoisonedChunks
 
 SLOT = PAGE_BYTES
 
@@ -28,7 +29,7 @@ def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is(
     if not moves:
         monkeypatch.setattr(system_memory, "_can_move", lambda: True)
         monkeypatch.setattr(system_memory, "_MOVED", 1 << 6)  # the call fails
-    memory = HostChunks(2, slot_bytes, poisons=True)
+    memory = PoisonedChunks(2, slot_bytes)
     one, other = AddressRange(memory, 2), AddressRange(memory, 1)
     memory.map(one.chunk(1), 0)
     one.chunk(1).fill_(7)

@@ -19,6 +19,7 @@ from tests.support.averaging_threads import AveragingReplicas
 from tests.support.engine_parity import Setting, oracle
 from tests.support.oracles import Update
 from tests.support.paged import paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
 from tests.support.small_models import Batch, gpt, real_batches, token_batches
 from tests.support.strict_mover import StrictMover
@@ -431,7 +432,7 @@ def test_what_is_averaged_is_read_from_the_tiers_that_have_it_and_written_there(
     """
     model, plan = tiny_text(), Plan((2, 4, 6), 2, schedule, stages_per_rank=2, updates_early=False)
     plan = paged(plan, sizes_of(model, plan, stash=40_000), 0.0)
-    setting = Setting(plan, paging=PagingSettings(mover=StrictMover, poisons=True))
+    setting = Setting(plan, paging=PagingSettings(mover=StrictMover, memory=poisoned))
     run = AveragingReplicas(
         model,
         setting,

@@ -100,7 +100,7 @@ class Follower:
         loss = self.graphs.pop((step.batch, step.microbatch))
         if key not in self.sums:
             self.sums[key] = self.banks.gradients.open(100 * step.batch + step.microbatch)
-        with self.sums[key].into(self.banks.leaves(step.version)):
+        with self.banks.gradients.lend(self.sums[key], self.banks.leaves(step.version)):
             torch.autograd.backward(loss, torch.full_like(loss, share))
         self.shares[key] = self.shares.get(key, 0.0) + share
         self.banks.release(step.version)

@@ -194,7 +194,7 @@ def test_a_parameter_takes_the_bytes_it_must(
     )
     sums = banks.gradients.open(0)
     for _ in range(3):
-        with sums.into(banks.leaves(0)):
+        with banks.gradients.lend(sums, banks.leaves(0)):
             banks.leaves(0)["learned"].square().sum().backward()
     banks.update(1, dict(sums.items()))
     banks.gradients.release(sums)
@@ -244,6 +244,6 @@ def test_gradients_in_bfloat16_are_summed_in_float32() -> None:
     )
     sums = banks.gradients.open(0)
     for _ in range(1000):
-        with sums.into(banks.leaves(0)):
+        with banks.gradients.lend(sums, banks.leaves(0)):
             (banks.leaves(0)["w"] * 1.0).sum().backward()
     assert dict(sums.items())["w"].tolist() == [1000.0, 1000.0]  # type: ignore[union-attr]

@@ -30,6 +30,7 @@ from tests.runtime.test_line_group import on_threads
 from tests.support.engine_parity import Setting, Trained, assert_equal, oracle, plan_for, train_on_threads
 from tests.support.paged import paged, sizes_of
 from tests.support.patience import patience_s
+from tests.support.poisoned import poisoned
 from tests.support.small_models import real_batches, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
@@ -192,7 +193,7 @@ def test_sums_begin_early_with_offloading_and_if_replicas_share_the_optimizer(
         setting = replace(
             setting,
             plan=paged(plan, sizes, 0.1, host=0.2, disk=True, is_summed=True),
-            paging=PagingSettings(tmp_path, partial(StrictMover, seed=1), poisons=True),
+            paging=PagingSettings(tmp_path, partial(StrictMover, seed=1), memory=poisoned),
         )
     begun, begin = list[bool](), Arrivals.end
 

@@ -24,7 +24,7 @@ def test_batches_on_the_same_leaves_are_summed_apart() -> None:
     pool, leaves = summing()
     batches = [pool.open(0), pool.open(1)]
     for batch, factor in ((0, 1.0), (1, 10.0), (0, 2.0), (1, 20.0)):
-        with batches[batch].into(leaves):
+        with pool.lend(batches[batch], leaves):
             torch.autograd.backward((leaves["w"] * factor).sum())
         assert leaves["w"].grad is None
     assert_same(dict(batches[0].items()), {"w": torch.full((3,), 3.0), "idle": None})
@@ -38,7 +38,7 @@ def test_sums_stay_in_their_arena() -> None:
     pool, leaves = summing()
     sums = pool.open(0)
     for _ in range(3):
-        with sums.into(leaves):
+        with pool.lend(sums, leaves):
             torch.autograd.backward(leaves["w"].square().sum())
         assert sums.views["w"].untyped_storage().data_ptr() == sums.arenas[0].flat.data_ptr()
     assert torch.equal(sums.views["w"], torch.full((3,), 6.0))
@@ -48,14 +48,14 @@ def test_a_gradient_that_comes_in_a_later_micro_batch_only_is_there_from_then_on
     pool, leaves = summing()
     sums = pool.open(0)
     for used in (("w",), ("w", "idle"), ("idle",)):
-        with sums.into(leaves):
+        with pool.lend(sums, leaves):
             torch.autograd.backward(sum((leaves[name].sum() for name in used), torch.zeros(())))
     assert_same(dict(sums.items()), {"w": torch.full((3,), 2.0), "idle": torch.full((2,), 2.0)})
 
 
 def test_a_backward_that_fails_leaves_no_gradient_on_a_leaf() -> None:
     pool, leaves = summing()
-    with suppress(RuntimeError), pool.open(0).into(leaves):
+    with suppress(RuntimeError), pool.lend(pool.open(0), leaves):
         torch.autograd.backward(leaves["w"].square().sum())
         raise RuntimeError
     assert leaves["w"].grad is None
@@ -70,7 +70,7 @@ def test_gradients_computed_apart_are_added_without_being_kept() -> None:
     (gradient,) = torch.autograd.grad(total.sum(), [leaves["w"]])
     sums.add("w", gradient)
     sums.add("w", gradient)
-    with sums.into(leaves):
+    with pool.lend(sums, leaves):
         torch.autograd.backward(leaves["w"].sum())
     assert_same(dict(sums.items()), {"w": torch.full((3,), 3.0), "idle": None})
     assert torch.equal(gradient, torch.ones(3))

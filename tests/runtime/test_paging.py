@@ -30,6 +30,7 @@ from bireme.train.outcome import Outcome, RankOutcome
 from bireme.train.summary import slow_tiers
 from tests.support.engine_parity import ALL, Setting, assert_equal, oracle, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, assert_same, paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.small_models import Batch, Model, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
@@ -230,7 +231,7 @@ def test_a_paged_run_is_the_resident_run_to_the_last_bit(name: str, tmp_path: Pa
     data = batches(6 * case.plan.width)
     expected = train_on_threads(case.of, case.setting(case.plan), data)
     plan = case.paged()
-    settings = PagingSettings(tmp_path, partial(StrictMover, seed=len(name)), poisons=True)
+    settings = PagingSettings(tmp_path, partial(StrictMover, seed=len(name)), memory=poisoned)
     pipelines: list[Pipeline] = []
     found = train_on_threads(case.of, case.setting(plan, settings), data, between=pipelines.append)
     assert_same(found, expected)
@@ -318,7 +319,7 @@ def test_stages_that_update_apart_are_clipped_by_their_own_norms(case: str, tmp_
         plan = replace(plan, paging=replace(plan.paging, budgets=budgets))
         assert [tiers is None for tiers in plan.source.settled().tiers] == [True, False]
     data = token_batches(6, 4)
-    setting = of.setting(plan, PagingSettings(tmp_path, partial(StrictMover, seed=1), poisons=True))
+    setting = of.setting(plan, PagingSettings(tmp_path, partial(StrictMover, seed=1), memory=poisoned))
     found = train_on_threads(of.of, setting, data)
     expected = oracle(of.of, of.setting(of.plan), data, clips_apart=True)
     assert max(found[0].norms) > 0.6  # or nothing is clipped

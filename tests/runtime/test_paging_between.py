@@ -15,7 +15,7 @@ from bireme.memory.system_memory import PAGE_BYTES
 from bireme.plan.plan import Plan
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
 from bireme.runtime.paging.rank_paging import arrange
-from bireme.runtime.paging.stage_memory import paged_memory
+from bireme.runtime.paging.stage_memory import PagedStage
 from bireme.schedule.instruction import Item
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.routes import Routes
@@ -23,6 +23,7 @@ from bireme.schedule.tiers import Chunk, RankTiers, Tier
 from tests.support.engine_parity import Setting, pipeline_of
 from tests.support.extent import examples
 from tests.support.paged import paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.small_models import token_batches
 from tests.support.tiny_text import tiny_text
 
@@ -130,7 +131,7 @@ def test_a_chunk_that_windows_forget_again_and_again_takes_one_slot_of_the_disk(
 def test_what_is_written_between_windows_is_not_lost_where_a_tier_below_has_a_copy(tmp_path: Path) -> None:
     store = store_of(Places((1, 1), {}, {}), tmp_path, num_chunks=1)
     fill(store, 0, (0, 1))
-    with paged_memory(store, 0, 1).opened(Item.OPTIMIZER):
+    with PagedStage(store, 0, 1).opened(Item.OPTIMIZER):
         store.ranges.place(chunk(0)).fill_(9)
     (tier,) = store.where[chunk(0)]
     assert content_of(store, 0, tier) == {9}
@@ -152,7 +153,7 @@ def test_an_evaluation_reads_the_weights_of_a_stage_once_for_each_batch_within_t
     plan = Plan((2, 4, 6), 3, "2bw", stages_per_rank=4)
     within = paged(plan, sizes_of(model, plan, stash=40_000), 0.0, host=0.0, disk=True)
     expected = pipeline_of(model, Setting(plan), None)
-    pipeline = pipeline_of(model, Setting(within, paging=PagingSettings(tmp_path, poisons=True)), None)
+    pipeline = pipeline_of(model, Setting(within, paging=PagingSettings(tmp_path, memory=poisoned)), None)
     data = token_batches(6, 4)
     for one in (expected, pipeline):
         list(one.train(data[:2]))

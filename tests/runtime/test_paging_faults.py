@@ -21,6 +21,7 @@ from bireme.runtime.stage_messages import StageMessages
 from bireme.schedule.instruction import Instruction
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
 from tests.support.paged import CHUNK, paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.small_models import captured, real_batches, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
@@ -62,7 +63,7 @@ def test_what_passes_a_stage_as_it_is_lies_apart_from_what_the_stage_keeps(
     plan = Plan(tuple(num_units * part // 4 for part in (1, 2, 3)), 3, "1f1b", stages_per_rank=4)
     data = real_batches(6, 2, WIDTH)
     (expected,) = train_on_threads(model, Setting(plan), data)
-    settings = PagingSettings(tmp_path, StrictMover, poisons=True)
+    settings = PagingSettings(tmp_path, StrictMover, memory=poisoned)
     within = paged(plan, sizes_of(model, plan, stash=CHUNK), 0.0)
     (found,) = train_on_threads(model, Setting(within, paging=settings), data)
     assert found.losses == expected.losses

@@ -16,6 +16,7 @@ from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.program import Program
 from tests.support.engine_parity import Setting, pipeline_of, train_on_threads
 from tests.support.paged import assert_same, paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.small_models import Model, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.tiny_text import tiny_text
@@ -58,7 +59,7 @@ def test_a_part_trained_on_paged_frozen_weights_learns_what_it_does_without_pagi
     assert copies[Kind.FETCH] > 0
     assert copies[Kind.EVICT] == 0
 
-    settings = PagingSettings(tmp_path, partial(StrictMover, seed=5), poisons=True)
+    settings = PagingSettings(tmp_path, partial(StrictMover, seed=5), memory=poisoned)
     pipelines: set[Pipeline] = set()
     resident = Setting(plan, clip_norm=0.5, windows=windows)
     expected = train_on_threads(model, resident, data)

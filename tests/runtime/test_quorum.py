@@ -18,6 +18,7 @@ from tests.support.engine_parity import Setting, oracle, plan_for
 from tests.support.extent import several
 from tests.support.mortal_replicas import Killed, Replicas
 from tests.support.paged import paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.regression import WIDTH, regression, regression_plan, tied_regression
 from tests.support.small_models import Batch, Model, real_batches, token_batches
 from tests.support.strict_mover import StrictMover
@@ -220,7 +221,7 @@ def test_replicas_that_offload_and_are_killed_come_back_with_the_bits_of_their_p
     """Sums that a replica applies between windows are written to chunks that lie on the host."""
     model, plan = tiny_text(), plan_for(schedule, 2, updates_early=False)
     plan = paged(plan, sizes_of(model, plan, stash=40_000), 0.0, is_summed=True)
-    settings = PagingSettings(mover=StrictMover, poisons=True)
+    settings = PagingSettings(mover=StrictMover, memory=poisoned)
     setting = Setting(plan, clip_norm=0.5, paging=settings)
     walked(2, setting, [(1, 0, 5), (0, 1, 7)], model, lambda count: token_batches(BATCH * count, 1)[0])
 

@@ -18,6 +18,7 @@ from bireme.schedule.instruction import Kind
 from bireme.sync.exchange import SentBytes
 from tests.support.engine_parity import Setting, pipeline_of, plan_for
 from tests.support.paged import paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.small_models import Batch, Model, token_batches
 from tests.support.strict_mover import StrictMover
 from tests.support.thread_transport import ThreadFabric
@@ -278,7 +279,7 @@ def test_what_is_offloaded_too_is_saved_evaluated_and_gone_on_from_to_the_last_b
     offloading = replace(
         alone,
         plan=paged(plan, sizes, 0.1, is_summed=shard == "optimizer"),
-        paging=PagingSettings(mover=StrictMover, poisons=True),
+        paging=PagingSettings(mover=StrictMover, memory=poisoned),
     )
     expected, found = (train(model, setting, data) for setting in (alone, offloading))
     for one, other in zip(found, expected, strict=True):

@@ -14,7 +14,7 @@ from benchmarks.paging.exact import fewest_copies
 from benchmarks.paging.rivals import least_recently_used
 from benchmarks.paging.traces import program_trace, small_trace
 from bireme.errors import BiremeError
-from bireme.schedule.accesses import Mode, Sizes, accesses_of, chunks_of, uses
+from bireme.schedule.accesses import Mode, Sizes, accesses_of, uses
 from bireme.schedule.budgets import Budgets, most_at_once
 from bireme.schedule.catalogue import SCHEDULES, generate
 from bireme.schedule.checker import check
@@ -378,7 +378,7 @@ class Machine:
                 for use in uses(
                     self.program, step, master=self.tiers.master, host_updates=self.tiers.host_updates
                 )
-                for chunk in chunks_of(self.tiers, use)
+                for chunk in self.tiers.chunks_of(use.item, use.stage, use.number)
             ]
             for use, chunk in used:
                 if use.tier == 0 or use.mode is not Mode.READ:

@@ -43,6 +43,7 @@ from tests.support.engine_parity import Setting, Trained, assert_equal, note_tra
 from tests.support.mortal_replicas import Replicas
 from tests.support.oracles import Update
 from tests.support.paged import paged, sizes_of
+from tests.support.poisoned import poisoned
 from tests.support.second_copies import all_copied
 from tests.support.small_models import CONTEXT, VOCAB, Batch, Model, captured, num_tokens, token_batches
 from tests.support.strict_mover import StrictMover
@@ -306,7 +307,7 @@ class Composition:
             gradient="principal:1" if "principal" in names else "whole",
             shard=(share or "shard-none").removeprefix("shard-"),
             compiles="compile" in names,
-            paging=PagingSettings(mover=partial(StrictMover, seed=SEED), poisons=True),
+            paging=PagingSettings(mover=partial(StrictMover, seed=SEED), memory=poisoned),
         )
 
     def _of_oracle(self, setting: Setting) -> Setting:

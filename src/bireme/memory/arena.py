@@ -1,7 +1,7 @@
 """An arena: flat memory of one dtype on one device, with a view for each of its slots."""
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -25,33 +25,18 @@ class _Slot:
     end: int
 
 
-class Slots:
-    """The layout of tensors of these shapes, in their order."""
+class Slots(dict[str, _Slot]):
+    """The layout of tensors of these shapes: their slots by name, in the order in which they lie."""
 
-    __slots__ = ("_slots", "num_elements")
+    __slots__ = ("num_elements",)
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        self._slots: dict[str, _Slot] = {}
         end = 0
         for name, shape in shapes.items():
             begin, end = end, end + prod(shape)
-            self._slots[name] = _Slot(tuple(shape), begin, end)
+            self[name] = _Slot(tuple(shape), begin, end)
         self.num_elements = end
         """How many elements all slots have."""
-
-    def __getitem__(self, name: str) -> _Slot:
-        return self._slots[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """The names, in the order in which they lie."""
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def items(self) -> Iterator[tuple[str, _Slot]]:
-        """The names with their slots."""
-        return iter(self._slots.items())
 
 
 # Who gives memory to arenas: torch's allocator, or a range of addresses that chunks come and go in.

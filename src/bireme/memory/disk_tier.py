@@ -73,18 +73,18 @@ class HostTier:
 _NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
-def make_direct(file: int) -> bool:
-    """Ask for copies past the system's cache. Returns whether the file system makes them."""
+def make_direct(file: int, *, is_on: bool = True) -> bool:
+    """Ask for copies past the system's cache, or no longer. Returns whether the file system makes them."""
     if not hasattr(os, "O_DIRECT"):
         return False
     import fcntl  # there is none on Windows
 
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if is_on else flags & ~os.O_DIRECT)
     except OSError:
         return False
-    return True
+    return is_on
 
 
 class DiskTier:
@@ -136,13 +136,10 @@ class DiskTier:
         self._file.close()
 
     def _reserve(self, begin: int, more: int) -> None:
-        if not hasattr(os, "posix_fallocate"):  # as on macOS
-            os.ftruncate(self._file.fileno(), begin + more)
-            return
         try:
             os.posix_fallocate(self._file.fileno(), begin, more)
-        except OSError as error:
-            if error.errno not in _NO_RESERVING:
+        except (AttributeError, OSError) as error:  # macOS has no such function
+            if isinstance(error, OSError) and error.errno not in _NO_RESERVING:
                 raise
             os.ftruncate(self._file.fileno(), begin + more)
 
@@ -157,7 +154,9 @@ class DiskTier:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self._is_direct:
                         raise
-                    self._read_cached()
+                    # The file system takes the flag and yet makes no direct copies, or none from where the
+                    # last one ended: go on through the system's cache.
+                    self._is_direct = make_direct(self._file.fileno(), is_on=False)
                 else:
                     done += _some(moved)
         except OSError as error:
@@ -167,16 +166,6 @@ class DiskTier:
             ) from error
         if not self._is_direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), begin, len(view), os.POSIX_FADV_DONTNEED)
-
-    def _read_cached(self) -> None:
-        """Go on through the system's cache: the file system takes the flag and yet makes no direct copies, or
-        none from where the last one ended.
-        """
-        import fcntl
-
-        flags = fcntl.fcntl(self._file.fileno(), fcntl.F_GETFL)
-        fcntl.fcntl(self._file.fileno(), fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._is_direct = False
 
     def _staging(self) -> Tensor:
         """Memory of this thread that both the disk and an accelerator reach."""

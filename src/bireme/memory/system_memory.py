@@ -160,22 +160,11 @@ def map_nothing(address: int, num_bytes: int) -> None:
     _mapped(address, num_bytes, _NO_ACCESS, _NOTHING | _FIXED, -1, 0)
 
 
-def map_file(
-    address: int,
-    num_bytes: int,
-    file: int,
-    begin: int,
-    *,
-    is_shared: bool = True,
-    populates: bool = True,
-) -> None:
-    """Map a part of a file there. Writes go to the file only if the mapping is shared.
-
-    With `populates` all its memory is there at once, rather than page by page at the first use.
+def map_file(address: int, num_bytes: int, file: int, begin: int, *, populates: bool = True) -> None:
+    """Map a part of a file there. With `populates` all its memory is there at once, rather than page by page
+    at the first use.
     """
-    flags = _SHARED_NOW
-    if not (is_shared and populates):
-        flags = (mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE) | _FIXED
+    flags = _SHARED_NOW if populates else mmap.MAP_SHARED | _FIXED
     _mapped(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, begin)
 
 
@@ -275,11 +264,6 @@ def bytes_at(memory: Tensor) -> memoryview:
     return memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.data_ptr())).cast("B")
 
 
-def fill_bytes(memory: Tensor, value: int) -> None:
-    """Write a value into every byte of host memory. To autograd nothing is written."""
-    ctypes.memset(memory.data_ptr(), value, memory.nbytes)
-
-
 @cache
 def _libc() -> ctypes.CDLL:
     found = ctypes.CDLL(None, use_errno=True)
@@ -313,17 +297,13 @@ def _mapped(address: int | None, num_bytes: int, access: int, flags: int, file: 
 # A budget of ordinary memory, cut into slots that are mapped beneath chunks: the device tier on a CPU.
 #
 # The slots are a file in memory. A slot that has left a chunk stays mapped at an address of its own, because
-# a mapping is moved faster than it is made. With `poisons` a chunk without a slot reads as NaN, and so does a
-# chunk whose copy has not come; for tests. Otherwise reading a chunk without a slot kills the process.
-
-POISON = 0xFF
-"""In every byte: NaN in each type of floating-point number, -1 in integers."""
+# a mapping is moved faster than it is made. Reading a chunk without a slot kills the process.
 
 
 class HostChunks:
     """`num_slots` slots of `slot_bytes` each."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, poisons: bool = False) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
         check_can_map()
         if slot_bytes % PAGE_BYTES:
             raise BiremeError(
@@ -332,8 +312,7 @@ class HostChunks:
                 "offload larger stages."
             )
         self.slot_bytes = slot_bytes
-        self._poison = num_slots * slot_bytes if poisons else None
-        self._file = shared_file((num_slots + poisons) * slot_bytes)
+        self._file = shared_file(num_slots * slot_bytes)
         weakref.finalize(self, os.close, self._file).atexit = False
         self._own = tensor_at(reserve(num_slots * slot_bytes), num_slots * slot_bytes)
         """The own addresses of all slots."""
@@ -341,8 +320,6 @@ class HostChunks:
         """The slots that are mapped at their own addresses."""
         self._beneath: dict[int, int] = {}
         """The slots that are mapped beneath chunks, by the addresses of the chunks."""
-        if poisons:
-            os.pwrite(self._file, bytes([POISON]) * slot_bytes, num_slots * slot_bytes)
 
     def reserve(self, num_chunks: int, more_bytes: int) -> Tensor:
         """As `ChunkMemory` says."""
@@ -363,8 +340,6 @@ class HostChunks:
             map_file(address, size, self._file, begin)
         self._kept.discard(slot)
         self._beneath[address] = slot
-        if self._poison is not None:
-            fill_bytes(chunk, POISON)
 
     def unmap(self, chunks: Tensor) -> None:
         """As `ChunkMemory` says."""
@@ -373,11 +348,7 @@ class HostChunks:
             slot = self._beneath.pop(address, None)
             if slot is not None and move_mapping(address, size, own + slot * size):
                 self._kept.add(slot)
-        if self._poison is None:
-            map_nothing(first, chunks.nbytes)
-            return
-        for chunk in torch.split(chunks, self.slot_bytes):
-            map_file(chunk.data_ptr(), self.slot_bytes, self._file, self._poison, is_shared=False)
+        map_nothing(first, chunks.nbytes)
 
 
 # The memory beneath the chunks of a device, whatever the device is.
@@ -392,13 +363,11 @@ def page_bytes(device: torch.device) -> int:
     return AcceleratorMemory(device).page_bytes
 
 
-def chunk_memory(
-    device: torch.device, num_slots: int, slot_bytes: int, *, poisons: bool = False
-) -> ChunkMemory:
-    """`num_slots` slots on a device; `poisons` is as for `HostChunks`."""
+def chunk_memory(device: torch.device, num_slots: int, slot_bytes: int) -> ChunkMemory:
+    """`num_slots` slots on a device."""
     if is_accelerator(device):
         from bireme.memory.accelerator_memory import AcceleratorChunks
 
         return AcceleratorChunks(num_slots, slot_bytes, device)
 
-    return HostChunks(num_slots, slot_bytes, poisons=poisons)
+    return HostChunks(num_slots, slot_bytes)

@@ -88,47 +88,39 @@ def plan_swaps(behavior: Behavior, bandwidth: Bandwidth, *, in_turn: bool = Fals
     blocks = {idle.block.id: idle.block.num_bytes for idle in feasible}
     curve = _Curve(behavior)
     before_bytes = curve.peak_bytes
-    link = _Link(behavior.duration_s, bandwidth) if in_turn else None
+    link = _Link(behavior.duration_s, bandwidth)
     return SwapPlan(
         bandwidth=bandwidth,
         num_intervals=len(intervals),
         num_feasible=len(feasible),
         num_swappable_blocks=len(blocks),
         swappable_block_bytes=sum(blocks.values()),
-        swaps=tuple(_chosen(curve, feasible, bandwidth, link)),
+        swaps=tuple(_chosen(curve, feasible, link, in_turn=in_turn)),
         before_bytes=before_bytes,
         peak_bytes=curve.peak_bytes,
     )
 
 
-def _chosen(
-    curve: "_Curve", feasible: Sequence[Idle], bandwidth: Bandwidth, link: "_Link | None"
-) -> list[Swap]:
-    """As long as a block can be away at the highest moment, send the first such block away."""
+def _chosen(curve: "_Curve", feasible: Sequence[Idle], link: "_Link", *, in_turn: bool) -> list[Swap]:
+    """As long as a block can be away at the highest moment, send the first such block away. A link that
+    nothing is reserved on each has for itself.
+    """
     swaps: list[Swap] = []
-    alone = [_alone(idle, bandwidth) for idle in feasible]
-    absences = [curve.absence(swap) for swap in alone]
-    left = dict.fromkeys(range(len(alone)))
+    absences = [curve.absence(swap) if (swap := link.room_for(idle)) else [] for idle in feasible]
+    left = dict.fromkeys(range(len(feasible)))
     while True:
         highest = curve.highest
         choice = next((i for i in left if _covers(absences[i], highest)), None)
         if choice is None:
             return swaps
         del left[choice]
-        swap = alone[choice] if link is None else link.room_for(alone[choice].idle)
+        swap = link.room_for(feasible[choice])
         if swap is None or not _covers(curve.absence(swap), highest):
             continue
-        if link is not None:
+        if in_turn:
             link.reserve(swap)
         curve.remove(swap)
         swaps.append(swap)
-
-
-def _alone(idle: Idle, bandwidth: Bandwidth) -> Swap:
-    """The swap of a block that has the link for itself."""
-    num_bytes = idle.block.num_bytes
-    out_s = idle.start_s + num_bytes / bandwidth.out_bytes_per_s
-    return Swap(idle, out_s, max(idle.end_s - num_bytes / bandwidth.in_bytes_per_s, out_s))
 
 
 def _covers(absence: Sequence[slice], place: int) -> bool:
@@ -181,11 +173,14 @@ class _Link:
         self._ins = _Direction(duration_s)
 
     def room_for(self, idle: Idle) -> Swap | None:
-        """Let a block leave as early and come back as late as the link has room, if it does."""
+        """Let a block leave as early and come back as late as the link has room, if it does; what only
+        rounding keeps from it does not count.
+        """
         copy_out_s, copy_in_s = self._copies_s(idle)
         out_s = self._outs.first_room(idle.start_s, copy_out_s) + copy_out_s
         in_s = -self._ins.first_room(-idle.end_s, copy_in_s) - copy_in_s
-        return Swap(idle, out_s, in_s) if out_s <= in_s else None
+        is_late = out_s > in_s and not math.isclose(out_s, in_s, rel_tol=1e-12, abs_tol=1e-12 * idle.seconds)
+        return None if is_late else Swap(idle, out_s, max(in_s, out_s))
 
     def reserve(self, swap: Swap) -> None:
         """Take that room."""
@@ -211,11 +206,13 @@ class _Direction:
 
     def first_room(self, from_s: float, length_s: float) -> float:
         """The first moment from which so much time is free; past one turn there is none to be had."""
+        if not self._taken:
+            return from_s
         turn_s = from_s // self._duration_s * self._duration_s
         moment_s = from_s - turn_s
         latest_s = moment_s + self._duration_s
         place = bisect(self._taken, (moment_s, math.inf)) - 1  # it may still last at the moment
-        while self._taken and moment_s <= latest_s:
+        while moment_s <= latest_s:
             again, index = divmod(place, len(self._taken))
             start_s, end_s = (s + again * self._duration_s for s in self._taken[index])
             if start_s >= moment_s + length_s:

@@ -5,10 +5,9 @@ leaf's own `.grad` belongs to no batch. Here it is lent, for one backward at a t
 the backward is for, and autograd adds in place. Sums have at least 32 bits, whatever the leaves have.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
-from types import TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -289,7 +288,7 @@ class GradientSums:
     replica's parts of those in `views` that replicas add up as they come, if any do.
     """
 
-    __slots__ = ("arenas", "held", "hooks", "memory", "parts", "source", "streams", "views", "whole_views")
+    __slots__ = ("arenas", "held", "memory", "parts", "source", "streams", "views", "whole_views")
 
     def __init__(
         self,
@@ -297,11 +296,9 @@ class GradientSums:
         names: Sequence[str],
         memory: ArenaAllocator,
         source: Callable[[], ArenaAllocator],
-        hooks: "_LeafHooks",
         parts: GradientParts | None = None,
     ) -> None:
         self.arenas = tuple(arenas)
-        self.hooks = hooks
         self.parts = parts
         self.memory, self.source = memory, source
         views = {name: view for arena in arenas for name, view in arena.views.items()}
@@ -313,14 +310,6 @@ class GradientSums:
             self.whole_views = {name: views[name] for name in names if name in apart}
         self.held: set[str] = set()
         self.streams: BatchStreams | None = None
-
-    def into(self, leaves: Mapping[str, Tensor], arrivals: Arrivals | None = None) -> "_Lending":
-        """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums. With
-        `arrivals` it is called once, and those that it adds are final.
-        """
-        if self.parts is not None:
-            self.parts.take()
-        return _Lending(self, leaves, arrivals)
 
     @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
@@ -387,7 +376,9 @@ class GradientPool:
         """By who gave their memory."""
         self._of_batch: dict[int, GradientSums] = {}
         """The sums of the batches under way."""
-        self._hooks = _LeafHooks()
+        self._lending = _Lending()
+        self._hooked: list[Mapping[str, Tensor]] = []
+        """The leaves that have hooks, of every bank."""
         self._num_sets = 0
         self._set_bytes = sum(parameter_group.num_bytes for parameter_group in self._parameter_groups)
 
@@ -415,14 +406,30 @@ class GradientPool:
         groups = [(group.slots, group.dtype) for group in self._parameter_groups]
         if sharers is None:
             arenas = [Arena(slots, dtype, device, memory) for slots, dtype in groups]
-            return GradientSums(arenas, self._names, memory, source, self._hooks)
+            return GradientSums(arenas, self._names, memory, source)
         is_apart = [not self._summed_apart.isdisjoint(slots) for slots, _ in groups]
         whole = [Arena(slots, dtype, device) for slots, dtype in compress(groups, is_apart)]
         in_parts = [not one for one in is_apart]
         lent = [LentArena(slots, dtype, device) for slots, dtype in compress(groups, in_parts)]
         own = GradientParts(lent, [*compress(self.parts, in_parts)], device, memory, sharers)
         self._set_bytes = sum(arena.num_bytes for arena in whole) + own.num_bytes
-        return GradientSums([*whole, *lent], self._names, memory, source, self._hooks, own)
+        return GradientSums([*whole, *lent], self._names, memory, source, own)
+
+    def lend(
+        self, sums: GradientSums, leaves: Mapping[str, Tensor], arrivals: Arrivals | None = None
+    ) -> "_Lending":
+        """Within this context `torch.autograd.backward` adds the leaves' gradients to the sums. With
+        `arrivals` it is called once, and those that it adds are final.
+        """
+        if sums.parts is not None:
+            sums.parts.take()
+        lending = self._lending
+        if not any(known is leaves for known in self._hooked):
+            self._hooked.append(leaves)
+            for name in sums.views:
+                leaves[name].register_post_accumulate_grad_hook(partial(lending.come, name))
+        lending.sums, lending.leaves, lending.arrivals = sums, leaves, arrivals
+        return lending
 
     @torch.no_grad()
     def open_copy(self, sums: GradientSums) -> GradientSums:
@@ -451,82 +458,51 @@ class GradientPool:
         return self._num_sets * (self._set_bytes + self._most_stream_bytes)
 
 
-class _Lent:
-    """Where gradients go that come in the backward that runs now."""
-
-    __slots__ = ("arrivals", "sums")
-
-    def __init__(self) -> None:
-        self.sums: GradientSums | None = None
-        self.arrivals: Arrivals | None = None
-
-
 class _Lending:
-    """Lends sums to leaves and takes them back; a generator would cost several times as much.
+    """Lends sums to the leaves of a stage and takes them back; a generator would cost several times as much.
 
     Autograd allocates the gradient of a leaf that has no sum. It is moved into the arena as soon as it is
     there, so no more than one gradient lies outside at a time. The hooks that do so stay on the leaves: to
-    register them for each backward costs as much as a tenth of the backward of a small model.
+    register them for each backward costs as much as a tenth of the backward of a small model. Between
+    backwards nothing here keeps the leaves.
     """
 
-    __slots__ = ("_arrivals", "_leaves", "_sums")
-
-    def __init__(self, sums: GradientSums, leaves: Mapping[str, Tensor], arrivals: Arrivals | None) -> None:
-        self._sums, self._leaves, self._arrivals = sums, leaves, arrivals
-
-    def __enter__(self) -> None:
-        sums, leaves = self._sums, self._leaves
-        lent = sums.hooks.on(leaves, sums.views)
-        lent.sums, lent.arrivals = sums, self._arrivals
-        for name in sums.held:
-            leaves[name].grad = sums.views[name]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        lent = self._sums.hooks.lent
-        lent.sums = lent.arrivals = None
-        for name in self._sums.views:
-            self._leaves[name].grad = None
-
-
-class _LeafHooks:
-    """The hooks of a stage's leaves, which take gradients to what is `lent`."""
+    __slots__ = ("arrivals", "leaves", "sums")
 
     def __init__(self) -> None:
-        self.lent = _Lent()
-        self._leaves: list[Mapping[str, Tensor]] = []
-        """Those that have hooks, of every bank."""
+        self.sums: GradientSums | None = None
+        self.leaves: Mapping[str, Tensor] = {}
+        self.arrivals: Arrivals | None = None
 
-    def on(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> _Lent:
-        """Have hooks on the leaves of these names."""
-        if not any(known is leaves for known in self._leaves):
-            self._leaves.append(leaves)
-            for name in names:
-                come = partial(_come, self.lent, name)  # which does not keep the leaves
-                leaves[name].register_post_accumulate_grad_hook(come)
-        return self.lent
+    def __enter__(self) -> None:
+        assert self.sums is not None, "there is something to lend"
+        for name in self.sums.held:
+            self.leaves[name].grad = self.sums.views[name]
 
+    def __exit__(self, *_error: object) -> None:
+        for name in self.sums.views if self.sums is not None else ():
+            self.leaves[name].grad = None
+        self.sums = self.arrivals = None
+        self.leaves = {}
 
-def _come(lent: _Lent, name: str, leaf: Tensor) -> None:
-    """A gradient is there; note it if it is final. A leaf's first one of a batch is moved into its place."""
-    sums, arrivals = lent.sums, lent.arrivals
-    if sums is None:
-        return
-    if name not in sums.held:
-        assert leaf.grad is not None, "the hook is called when a gradient has come"
-        if leaf.grad.is_sparse:
-            raise BiremeError(
-                f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its embedding "
-                "with sparse=False."
-            )
-        leaf.grad = sums.views[name].copy_(leaf.grad)
-        sums.held.add(name)
-    if arrivals is not None:
-        arrivals.note(name)
+    def come(self, name: str, leaf: Tensor) -> None:
+        """A gradient is there; note it if it is final. A leaf's first one of a batch is moved into its
+        place.
+        """
+        sums = self.sums
+        if sums is None:
+            return
+        if name not in sums.held:
+            assert leaf.grad is not None, "the hook is called when a gradient has come"
+            if leaf.grad.is_sparse:
+                raise BiremeError(
+                    f"The gradient of {name} is sparse, and the engine sums dense ones only. Make its "
+                    "embedding with sparse=False."
+                )
+            leaf.grad = sums.views[name].copy_(leaf.grad)
+            sums.held.add(name)
+        if self.arrivals is not None:
+            self.arrivals.note(name)
 
 
 # Steps of weights whose gradients are products of two thin matrices, a chunk of rows at a time.

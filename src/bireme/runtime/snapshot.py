@@ -24,6 +24,22 @@ from bireme.runtime.shared_weights import SharedWeights
 from bireme.runtime.stage import Stage
 from bireme.sync.feedback import BASIS, RESIDUAL, Feedback
 
+
+class NamedTensors(Mapping[str, Tensor]):
+    """Tensors of which the `names` are known; each is made when it is asked for."""
+
+    names: Collection[str]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+
 # Pieces in snapshots: what replicas that share an optimizer each save of it, and whole tensors made of them.
 #
 # The name of a piece is `piece/BEGIN/SHAPE/` and the name of what it is a piece of, as
@@ -47,16 +63,18 @@ def joined(saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         _, begin, shape, name = key.split("/", 3)
         pieces.setdefault(name, {})[int(begin)] = key
         shapes[name] = tuple(map(int, filter(None, shape.split("x"))))
-    return _Joined(saved, pieces, shapes) if pieces else saved
+    whole = (name for name in saved if not name.startswith(f"{_PIECE}/"))
+    return _Joined(saved, pieces, shapes, dict.fromkeys([*whole, *pieces])) if pieces else saved
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Joined(Mapping[str, Tensor]):
+class _Joined(NamedTensors):
     """Reads the pieces of a tensor when it is asked for."""
 
     saved: Mapping[str, Tensor]
     pieces: Mapping[str, Mapping[int, str]]
     shapes: Mapping[str, tuple[int, ...]]
+    names: Collection[str]
 
     def __getitem__(self, name: str) -> Tensor:
         own = self.pieces.get(name)
@@ -79,16 +97,6 @@ class _Joined(Mapping[str, Tensor]):
                 "replica is missing: restore it."
             )
         return flat.view(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        whole = (name for name in self.saved if not name.startswith(f"{_PIECE}/"))
-        return iter([*whole, *self.pieces])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __contains__(self, name: Any) -> bool:
-        return name in self.pieces or (name in self.saved and not name.startswith(f"{_PIECE}/"))
 
 
 BEFORE, _BUFFERS, OPTIMIZER, TRIAL, _WEIGHTS = "before", "buffers", "optimizer", "trial", "weights"

@@ -333,7 +333,7 @@ class Stage:
         sums = part.sums()
         if self._gradient_hook is not None and sums.streams is not None:
             self._gradient_hook.feed = sums.streams.feed
-        with sums.into(leaves, part.arrivals if len(kept.passes) == 1 else None):
+        with part.pool.lend(sums, leaves, part.arrivals if len(kept.passes) == 1 else None):
             for one, own in zip(kept.passes, given, strict=True):
                 roots, begin = self._begin(one, own)
                 if roots:

@@ -91,12 +91,6 @@ def _uses(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]
             yield from _averaged(program, step, master=master)
 
 
-def chunks_of(tiers: RankTiers, use: Use) -> Iterator[Chunk]:
-    """The chunks of an item."""
-    for chunk in range(tiers.chunks.get((use.item, use.stage), 0)):
-        yield Chunk(use.item, use.stage, use.number, chunk)
-
-
 _ItemUses = Sequence[tuple[Use, tuple[Chunk, ...]]]
 """Items that a step uses, each with its chunks."""
 
@@ -127,7 +121,7 @@ class ChunkUses:
             key = use.item, use.stage, use.number
             chunks = self._chunks.get(key)
             if chunks is None:
-                chunks = self._chunks[key] = tuple(chunks_of(tiers, use))
+                chunks = self._chunks[key] = tiers.chunks_of(*key)
             if use.ends:
                 del self._chunks[key]  # a run goes on for ever
             if chunks:

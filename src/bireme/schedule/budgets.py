@@ -5,7 +5,7 @@ its items and what it keeps at its peak. What is not paged has its place on the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -84,57 +84,36 @@ def cut_memory(
     given = (chunk_bytes or 0,) * program.num_ranks if isinstance(chunk_bytes, int | None) else chunk_bytes
     items = tuple(item for item in Item if stashes or item is not Item.STASH)
 
-    def search(at_once: Mapping[float, int]) -> int:
-        return best_chunk_bytes(at_once, most_chunks, page_bytes)
-
-    return tuple(
-        _cut(program, rank, sizes, own, size, items, search, host_updates=host_updates)
-        for rank, (own, size) in enumerate(zip(budgets, given, strict=True))
-    )
-
-
-def _cut(
-    program: Program,
-    rank: int,
-    sizes: Sizes,
-    budgets: Budgets,
-    chunk_bytes: int,
-    items: Sequence[Item],
-    search: Callable[[Mapping[float, int]], int],
-    *,
-    host_updates: bool,
-) -> RankTiers | None:
-    """How a rank's memory is cut; None where it all fits on its device."""
-    whole = resident(program, rank, sizes)
-    if whole.peak_bytes <= budgets.device_bytes:
-        return None
-    found = {
-        (item, stage): item_bytes(program, sizes, item, stage)
-        for stage in program.stages_of(rank)
-        for item in items
-    }
-    if not chunk_bytes:
-        at_once: Counter[float] = Counter()
-        for (item, stage), num_bytes in found.items():
-            stashes = max(whole.peak_stashed_microbatches // len(program.stages_of(rank)), 1)
-            at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: stashes}.get(item, 1)
-        chunk_bytes = search(at_once)
-    chunks = {
-        what: num_chunks(num_bytes, chunk_bytes)
-        for what, num_bytes in found.items()
-        if is_paged(num_bytes, chunk_bytes)
-    }
-    kept_bytes = resident(program, rank, sizes, paged=chunks).peak_bytes
-    tiers = tuple(
-        Tier(
-            name,
-            budget,
-            None if budget is None else int(budget - (kept_bytes if number == 0 else 0)) // chunk_bytes,
+    def cut(rank: int, own: Budgets, size: int) -> RankTiers | None:
+        """How a rank's memory is cut; None where it all fits on its device."""
+        whole, stages = resident(program, rank, sizes), program.stages_of(rank)
+        if whole.peak_bytes <= own.device_bytes:
+            return None
+        found = {(item, stage): item_bytes(program, sizes, item, stage) for stage in stages for item in items}
+        if not size:
+            at_once: Counter[float] = Counter()
+            for (item, stage), num_bytes in found.items():
+                num_stashes = max(whole.peak_stashed_microbatches // len(stages), 1)
+                at_once[num_bytes] += {Item.WEIGHTS: program.banks[stage], Item.STASH: num_stashes}.get(
+                    item, 1
+                )
+            size = best_chunk_bytes(at_once, most_chunks, page_bytes)
+        chunks = {
+            what: num_chunks(num_bytes, size)
+            for what, num_bytes in found.items()
+            if is_paged(num_bytes, size)
+        }
+        kept_bytes = resident(program, rank, sizes, paged=chunks).peak_bytes
+        tiers = tuple(
+            Tier(
+                name, budget, None if budget is None else int(budget - (0 if number else kept_bytes)) // size
+            )
+            for number, (name, budget) in enumerate(own.tiers())
         )
-        for number, (name, budget) in enumerate(budgets.tiers())
-    )
-    on_host = _host_updates(program, rank, chunks) if host_updates and tiers[1].name == "host" else ()
-    return RankTiers(chunk_bytes, tiers, chunks, {}, sizes.master, kept_bytes, frozenset(on_host))
+        on_host = _host_updates(program, rank, chunks) if host_updates and tiers[1].name == "host" else ()
+        return RankTiers(size, tiers, chunks, {}, sizes.master, kept_bytes, frozenset(on_host))
+
+    return tuple(cut(*own) for own in zip(range(program.num_ranks), budgets, given, strict=True))
 
 
 def _host_updates(program: Program, rank: int, chunks: Collection[tuple[Item, int]]) -> list[int]:

@@ -183,24 +183,18 @@ class Evictions:
         cannot be, and so on; one that must be copied out keeps it so long, so that both can happen during
         work. Raises `OverfullError` where there is no room even with 0.
         """
-        while ahead:
+        while (found := self._leads.get(ahead)) is None:
             if ahead not in self._leads:
+                plans = (_Plan(self._table, rule, self._capacity, ahead) for rule in RULES)
                 try:
-                    self._leads[ahead] = self._best(ahead).leads()
+                    self._leads[ahead] = min(plans, key=_Plan.num_copies).leads()
                 except OverfullError:
+                    if not ahead:
+                        raise
                     self._leads[ahead] = None
-            found = self._leads[ahead]
-            if found is not None:
-                return found
-            ahead //= 2
-        if (found := self._leads.get(0)) is None:
-            found = self._leads[0] = self._best(0).leads()
+            else:
+                ahead //= 2
         return found
-
-    def _best(self, ahead: int) -> "_Plan":
-        """The plan of the rule with the fewest copies."""
-        plans = (_Plan(self._table, rule, self._capacity, ahead) for rule in RULES)
-        return min(plans, key=_Plan.num_copies)
 
 
 class _Table:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind, Page
-from bireme.schedule.program import Program, Rule, Track
+from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import WRITTEN_OUT, fold
 
 _GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
@@ -62,11 +62,8 @@ def gathered(program: Program, num_sharers: int, most: int) -> Program:
 
     def make(num_batches: int) -> Program:
         shown = program.of_length(num_batches) if is_loop else program
-        tracks = (
-            Track(tuple(_woven([*track], most)), versions_per_batch=track.versions_per_batch)
-            for track in shown.tracks
-        )
-        return replace(shown, tracks=tuple(tracks), num_sharers=num_sharers)
+        tracks = tuple(track.of(_woven([*track], most)) for track in shown.tracks)
+        return replace(shown, tracks=tracks, num_sharers=num_sharers)
 
     shortest = program.num_batches - min(repeats) + 1
     return fold(make, program.num_batches, shortest=shortest) if is_loop else make(program.num_batches)
@@ -78,7 +75,7 @@ def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:
     """
     found = [0.0] * program.num_stages
     for track in program.tracks:
-        steps, num_batches = (track.body, 1) if track.repeats else (track.head, program.num_batches)
+        steps, num_batches = track.steady(program.num_batches)
         for step in steps:
             if step.kind is kind and (step.page is None or step.moves_whole):
                 found[step.stage] += 1 / num_batches
@@ -93,17 +90,9 @@ class _Run:
     places: list[int]
 
     @property
-    def first(self) -> int:
-        return self.places[0]
-
-    @property
     def middle(self) -> int:
         """The place of the first of the second half."""
         return self.places[len(self.places) // 2]
-
-    @property
-    def last(self) -> int:
-        return self.places[-1]
 
 
 def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
@@ -111,7 +100,7 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
     before: defaultdict[int, list[Instruction]] = defaultdict(list)
     after: defaultdict[int, list[Instruction]] = defaultdict(list)
     runs = _runs(steps)
-    middles = {run.middle for run in runs if run.middle > run.first} if most == _HALVES else set()
+    middles = {run.middle for run in runs if run.middle > run.places[0]} if most == _HALVES else set()
     for place, step in _sums(steps, middles, hides=most > 1):
         before[place].append(step)
     # A rank averages all its stages at once, when the last of them comes to its AVERAGE_END.
@@ -127,18 +116,18 @@ def _woven(steps: Sequence[Instruction], most: int) -> Iterator[Instruction]:
         wanted = _next_ones(runs, number, most)
         for weights in held:
             if weights not in wanted:
-                after[runs[number - 1].last].append(_moved(Kind.EVICT, weights, last_batch[weights]))
+                after[runs[number - 1].places[-1]].append(_moved(Kind.EVICT, weights, last_batch[weights]))
         for weights, user in wanted.items():
             if weights not in held:
-                fetch = _moved(Kind.FETCH, weights, steps[user.first].batch)
+                fetch = _moved(Kind.FETCH, weights, steps[user.places[0]].batch)
                 sums_first = user is not run and any(one.kind is Kind.COLLECT for one in before[run.middle])
-                begin = run.middle if sums_first and run.middle in middles else run.first
+                begin = run.middle if sums_first and run.middle in middles else run.places[0]
                 place = made.get(weights, -1)
                 (before[begin] if place < begin else after[place]).append(fetch)
         held = [*wanted]
-        last_batch[run.weights] = steps[run.last].batch
+        last_batch[run.weights] = steps[run.places[-1]].batch
     for weights in held:
-        after[runs[-1].last].append(_moved(Kind.EVICT, weights, last_batch[weights]))
+        after[runs[-1].places[-1]].append(_moved(Kind.EVICT, weights, last_batch[weights]))
     for place, step in enumerate(steps):
         yield from before[place]
         yield step

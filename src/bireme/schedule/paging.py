@@ -13,10 +13,9 @@ chunk is decided once for all batches of the steady state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from bireme.schedule.accesses import ChunkAccess, accesses_of
@@ -105,9 +104,7 @@ class PagedPrograms:
     @staticmethod
     def _written(shown: Program, own: "Sequence[_Planner | None]", plans: "_Plans") -> Program:
         made = [
-            (Track(tuple(track), versions_per_batch=track.versions_per_batch), None)
-            if planner is None or plan is None
-            else planner.written(plan)
+            (track.of(track), None) if planner is None or plan is None else planner.written(plan)
             for track, planner, plan in zip(shown.tracks, own, plans, strict=True)
         ]
         return replace(
@@ -123,45 +120,46 @@ def _order_of(program: Program, *, together: bool, apart: bool) -> Callable[[Pro
     """What puts the updates of a program, written out, in another order. Under rules that update late the
     pipeline does not drain, and would wait for what comes of a batch.
     """
-    if apart and program.rule is Rule.SYNCHRONOUS:
-        return _updates_apart
-    return _updates_together if together else lambda same: same
+    order = _updates_apart if apart and program.rule is Rule.SYNCHRONOUS else None
+    order = _updates_together if together and order is None else order
+    if order is None:
+        return lambda same: same
+
+    def ordered(shown: Program) -> Program:
+        tracks = tuple(track.of(order(shown, rank)) for rank, track in enumerate(shown.tracks))
+        return replace(shown, tracks=tracks)
+
+    return ordered
 
 
-def _updates_apart(program: Program) -> Program:
-    """Each update right after its REDUCE and what is sent then. All of a rank's but the last one of a batch
+def _updates_apart(program: Program, rank: int) -> Iterator[Instruction]:
+    """Each update of a rank right after its REDUCE and what is sent then. All but the last one of a batch
     wait for no other stage.
     """
-    tracks = []
-    for rank, track in enumerate(program.tracks):
-        updates = {(step.batch, step.stage): step for step in track if step.kind is Kind.UPDATE}
-        num_left = dict.fromkeys(program.batches, len(program.stages_of(rank)))
-        steps: list[Instruction] = []
-        due: list[Instruction] = []
-        for step in track:
-            if due and step.kind not in SENDS:
-                steps += due
-                due = []
-            if step.kind is not Kind.UPDATE:
-                steps.append(step)
-            if step.kind is Kind.REDUCE:
-                num_left[step.batch] -= 1
-                due.append(updates[step.batch, step.stage]._replace(is_apart=num_left[step.batch] > 0))
-        tracks.append(Track((*steps, *due), versions_per_batch=track.versions_per_batch))
-    return replace(program, tracks=tuple(tracks))
+    track = program.tracks[rank]
+    updates = {(step.batch, step.stage): step for step in track if step.kind is Kind.UPDATE}
+    num_left = dict.fromkeys(program.batches, len(program.stages_of(rank)))
+    due: list[Instruction] = []
+    for step in track:
+        if due and step.kind not in SENDS:
+            yield from due
+            due = []
+        if step.kind is not Kind.UPDATE:
+            yield step
+        if step.kind is Kind.REDUCE:
+            num_left[step.batch] -= 1
+            due.append(updates[step.batch, step.stage]._replace(is_apart=num_left[step.batch] > 0))
+    yield from due
 
 
-def _updates_together(program: Program) -> Program:
-    """The program, written out, a rank's updates of a batch one after the other."""
-    tracks = []
-    for track in program.tracks:
-        own: defaultdict[int, list[Instruction]] = defaultdict(list)
-        for step in track:
-            if step.kind is Kind.UPDATE:
-                own[step.batch].append(step)
-        steps = (own.pop(step.batch, []) if step.kind is Kind.UPDATE else [step] for step in track)
-        tracks.append(Track(tuple(chain.from_iterable(steps)), versions_per_batch=track.versions_per_batch))
-    return replace(program, tracks=tuple(tracks))
+def _updates_together(program: Program, rank: int) -> Iterator[Instruction]:
+    """A rank's updates of a batch one after the other."""
+    own: defaultdict[int, list[Instruction]] = defaultdict(list)
+    for step in program.tracks[rank]:
+        if step.kind is Kind.UPDATE:
+            own[step.batch].append(step)
+    for step in program.tracks[rank]:
+        yield from own.pop(step.batch, ()) if step.kind is Kind.UPDATE else (step,)
 
 
 class _Copy(NamedTuple):
@@ -206,7 +204,7 @@ class _Planner:
         known = next((one for one in self._lower if one[0] is upper), None)
         if known is None:
             settle(self.gaps, upper, self.num_steps)
-            below, num_steps = self._accesses_below(self._woven(self.gaps), self.gaps)
+            below, num_steps = self._accesses_below(self._woven_above(), self.gaps)
             evictions = self._evictions(1, below, gaps_of(below), num_steps)
             known = upper, evictions, -(-num_steps // self.num_steps)
             self._lower.append(known)
@@ -227,19 +225,17 @@ class _Planner:
             if access.chunk.item is Item.OPTIMIZER
         }
         begin |= {gap.chunk: int(gap.is_evicted) for gap in gaps if gap.before is None}
-        woven = self._woven(gaps)
+        woven = self._woven_above()
         if len(plan) > 1:
             below, num_steps = self._accesses_below(woven, gaps)
             lower = gaps_of(below)
             settle(lower, plan[1], num_steps)
             begin |= {gap.chunk: 2 for gap in lower if gap.before is None and gap.is_evicted}
-            woven = self._woven_below(woven, lower, num_steps)
+            steps = ((one, bool(own)) for one, own, _ in self._below(woven))
+            woven = self._woven(steps, lower, 1, num_steps)
         self._check_lowest(woven, begin)
         track = tuple(one.instruction if isinstance(one, _Copy) else one for one in woven)
-        return (
-            Track(track, versions_per_batch=self.track.versions_per_batch),
-            replace(self.tiers, begin=dict(sorted(begin.items()))),
-        )
+        return self.track.of(track), replace(self.tiers, begin=dict(sorted(begin.items())))
 
     def _check_lowest(self, woven: _Woven, begin: Mapping[Chunk, int]) -> None:
         """Refuse what the lowest tier cannot hold: nothing can be moved away from there."""
@@ -248,35 +244,56 @@ class _Planner:
         if lowest.capacity is None:
             return
         there = {chunk for chunk, tier in begin.items() if tier == number}
-        most, index = len(there), 0
-        for one in woven:
+        most = len(there)
+        for one, below, above in self._below(woven):
             if not isinstance(one, _Copy):
-                gone = (access.chunk for access in self.used.get(index, ()) if access.writes or access.ends)
-                there.difference_update(gone)
-                if number == 1:
-                    on_host = self.used_on_host.get(index, ())
-                    there.update(access.chunk for access in on_host if not access.ends)
-                    most = max(most, len(there))
-                index += 1
+                there.difference_update(access.chunk for access in above if access.writes or access.ends)
+                there.update(access.chunk for access in below if number == 1 and not access.ends)
             elif one.goes_into == number:
                 there.add(one.access.chunk)
-                most = max(most, len(there))
+            most = max(most, len(there))
         if most > lowest.capacity:
             advice = "a larger one" if lowest.name == "disk" else "more, or a disk"
             raise TierTooSmallError(self.rank, lowest, most * self.tiers.chunk_bytes, advice)
 
-    def _woven(self, gaps: Sequence[Gap]) -> _Woven:
-        """The track with the device's copies: out right after a step, back before one."""
-        out, back = self._copies(gaps, 0, self.num_steps)
-        woven: _Woven = list(back[0])
-        step = 0
-        for index, instruction in enumerate(self.track):
-            woven.append(instruction)
-            if index in self.used:
-                woven += out[step]
-                step += 1
-                woven += back[step]
+    def _woven_above(self) -> _Woven:
+        """The track with the device's copies, as they are settled."""
+        steps = ((step, index in self.used) for index, step in enumerate(self.track))
+        return self._woven(steps, self.gaps, 0, self.num_steps)
+
+    def _woven(
+        self,
+        steps: Iterable[tuple[Instruction | _Copy, bool]],
+        gaps: Sequence[Gap],
+        tier: int,
+        num_steps: int,
+    ) -> _Woven:
+        """A track with the copies of a tier, whose steps are marked: out right after a step, back to the
+        device right after the step before, and to other tiers right before a step.
+        """
+        out, back = self._copies(gaps, tier, num_steps)
+        woven: _Woven = [] if tier else list(back[0])
+        at = 0
+        for one, is_step in steps:
+            woven += back[at] if is_step and tier else []
+            woven.append(one)
+            if is_step:
+                woven += out[at]
+                at += 1
+                woven += [] if tier else back[at]
         return woven
+
+    def _below(
+        self, woven: _Woven
+    ) -> Iterator[tuple[Instruction | _Copy, Sequence[ChunkAccess], Sequence[ChunkAccess]]]:
+        """Each of a track with its accesses of the tier below the device, and of the device."""
+        index = -1
+        for one in woven:
+            if isinstance(one, _Copy):
+                yield one, [one.access] if one.access.reads or one.access.writes else [], ()
+            else:
+                index += 1
+                yield one, self.used_on_host.get(index, ()), self.used.get(index, ())
 
     def _accesses_below(self, woven: _Woven, gaps: Sequence[Gap]) -> tuple[list[ChunkAccess], int]:
         """What the device's copies read and write in the tier below, and what is updated there; and how many
@@ -286,46 +303,20 @@ class _Planner:
         """
         there = {gap.chunk for gap in gaps if gap.before is None and gap.is_evicted}
         found: list[ChunkAccess] = []
-        at = index = 0
-        for one in woven:
-            if isinstance(one, _Copy):
-                if one.access.reads or one.access.writes:
-                    there.add(one.access.chunk)
-                    found.append(one.access._replace(at=at))
-                    at += 1
-                continue
-            if index in self.used_on_host:
-                own = [access._replace(at=at) for access in self.used_on_host[index]]
-                there.update(access.chunk for access in own)
-                there.difference_update(access.chunk for access in own if access.ends)
-                found += own
-                at += 1
-            for access in self.used.get(index, ()):
+        at = 0
+        for _, below, above in self._below(woven):
+            found += [access._replace(at=at) for access in below]
+            there.update(access.chunk for access in below)
+            there.difference_update(access.chunk for access in below if access.ends)
+            at += bool(below)
+            for access in above:
                 if (access.writes or access.ends) and access.chunk in there and not access.is_below:
                     there.discard(access.chunk)
                     label = ("stale", access.label)
                     found.append(
                         access._replace(at=at, label=label, reads=False, writes=True, takes=False, ends=True)
                     )
-            index += 1
         return found, at
-
-    def _woven_below(self, woven: _Woven, gaps: Sequence[Gap], num_steps: int) -> _Woven:
-        """The same with the copies of the tier below between them."""
-        out, back = self._copies(gaps, 1, num_steps)
-        more: _Woven = []
-        at = index = 0
-        for one in woven:
-            if isinstance(one, _Copy):
-                is_step = one.access.reads or one.access.writes
-            else:
-                is_step = index in self.used_on_host
-                index += 1
-            more += back[at] if is_step else []
-            more.append(one)
-            more += out[at] if is_step else []
-            at += is_step
-        return more
 
     def _evictions(
         self, number: int, accesses: Sequence[ChunkAccess], gaps: Sequence[Gap], num_steps: int

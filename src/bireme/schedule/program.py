@@ -8,7 +8,7 @@ A long program is a loop. Each rank's `Track` is a head, a body that repeats onc
 thousand batches take the memory of a few.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import overload
@@ -93,6 +93,16 @@ class Track(Sequence[Instruction]):
         if self.repeats:
             yield from self.body
         yield from self.tail
+
+    def steady(self, num_batches: int) -> tuple[tuple[Instruction, ...], int]:
+        """A batch of the steady state, or all of a window of `num_batches` where there is none, and the
+        number of its batches.
+        """
+        return (self.body, 1) if self.repeats else (self.head, num_batches)
+
+    def of(self, steps: Iterable[Instruction]) -> "Track":
+        """These instructions, written out, in place of its own."""
+        return Track(tuple(steps), versions_per_batch=self.versions_per_batch)
 
     def repeated(self, repeats: int) -> "Track":
         """The same loop, run so many times."""

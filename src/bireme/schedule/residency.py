@@ -9,13 +9,14 @@ A message under way is part of what its sender has stashed, and is not counted a
 
 from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from bireme.schedule.accesses import Sizes, unpaged
 from bireme.schedule.chunk_account import Holding
 from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
+from bireme.schedule.tiers import RankTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,17 @@ def copied_in_bytes(program: Program, rank: int, num_batches: int) -> tuple[int,
     if tiers is None:
         return ()
     track = track.repeated(track.repeats + num_batches - program.num_batches)
+    parts = [copied_by(steps, tiers) for steps in (track.head, track.body, track.tail)]
+    return tuple(head + track.repeats * body + tail for head, body, tail in zip(*parts, strict=True))
+
+
+def copied_by(steps: Iterable[Instruction], tiers: RankTiers) -> list[int]:
+    """The bytes that instructions of a rank copy into each of its tiers."""
     found = [0] * len(tiers.tiers)
-    for steps, times in ((track.head, 1), (track.body, track.repeats), (track.tail, 1)):
-        for step in steps:
-            if step.page is not None and step.page.is_copied:
-                found[step.page.tier + (step.kind is Kind.EVICT)] += times * tiers.chunk_bytes
-    return tuple(found)
+    for step in steps:
+        if step.page is not None and step.page.is_copied:
+            found[step.page.tier + (step.kind is Kind.EVICT)] += tiers.chunk_bytes
+    return found
 
 
 _WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
@@ -131,7 +137,6 @@ class _Entry:
 
 
 _MAKES_VERSION = frozenset({Kind.UPDATE, Kind.TRIAL})
-_ENDS_GRADIENT = frozenset({Kind.UPDATE, Kind.COLLECT})
 
 
 class _Ledger:
@@ -169,7 +174,10 @@ class _Ledger:
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
         self.most_versions = {stage: self._most_versions(stage) for stage in stages}
-        self.accumulating: set[tuple[int, int, int | None]] = set()
+        self.open: dict[tuple[int | None, ...], float] = {}
+        """The bytes of gradients that are here: by stage, batch, and micro-batch where each is applied apart,
+        from the first backward to the update; by stage and batch, where replicas share weights, what there is
+        more than this replica's part."""
         tied = sizes.tied_gradient or nothing
         self.part_gradients = [whole - one for whole, one in zip(sizes.gradient, tied, strict=True)]
         self.kept_gradients = [
@@ -177,9 +185,6 @@ class _Ledger:
             for own, one in zip(self.sizes.gradient, tied, strict=True)
         ]
         """What each stage has of a batch's gradients from its first backward to its update."""
-        self.whole_gradients: set[tuple[int, int]] = set()
-        """Stages and batches of which there are more gradients here than this replica's part, where replicas
-        share weights."""
         self.stashed = self.buffers = 0
         self.peak_stashed = self.peak_buffers = 0
         self.peak_bytes = self.bytes
@@ -236,10 +241,8 @@ class _Ledger:
     def hold(self, holding: Holding) -> None:
         """The bytes of chunks on the device are those of a rank that pages."""
         for item, count in holding.on_device.items():
-            change = (count - self.chunks[item]) * holding.tiers.chunk_bytes
-            self.chunks[item] = count
-            self.kept[_ITEM_WHAT[item]] += change
-            self.bytes += change
+            change, self.chunks[item] = count - self.chunks[item], count
+            self._add(_ITEM_WHAT[item], change * holding.tiers.chunk_bytes)
 
     def book(self, index: int, entry: _Entry, batch: int, microbatch: int | None) -> None:
         """Let one instruction start and end."""
@@ -249,7 +252,10 @@ class _Ledger:
         self.stashed += entry.stashes
         self.buffers += entry.posts
         if entry.accumulates:
-            self._open_gradient(entry.stage, batch, microbatch)
+            own = microbatch if self.program.rule is Rule.STASHED else None
+            self._open(self.kept_gradients[entry.stage], entry.stage, batch, own)
+            if self.program.num_sharers > 1:
+                self._open(self.part_gradients[entry.stage], entry.stage, batch)
         elif entry.kind in _MAKES_VERSION:
             self._open_version(entry)
         if self.bytes > self.peak_bytes:
@@ -265,32 +271,18 @@ class _Ledger:
             self.bytes -= amount
         self.stashed -= entry.unstashes
         self.buffers -= entry.uses
-        if entry.kind not in _ENDS_GRADIENT:
-            return
         if entry.kind is Kind.UPDATE:
-            self._close_gradient(entry.stage, batch, microbatch)
-        elif (entry.stage, batch) in self.whole_gradients:
-            self.whole_gradients.discard((entry.stage, batch))
-            self._add_gradient(-self.part_gradients[entry.stage])
+            self._add(1, -self.open.pop((entry.stage, batch, microbatch), 0.0))
+        elif entry.kind is Kind.COLLECT:
+            self._add(1, -self.open.pop((entry.stage, batch), 0.0))
 
-    def _open_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
-        """A gradient is kept until its update: a batch's or, where each is applied, a micro-batch's."""
-        key = stage, batch, microbatch if self.program.rule is Rule.STASHED else None
-        if key not in self.accumulating:
-            self.accumulating.add(key)
-            self._add_gradient(self.kept_gradients[stage])
-        if self.program.num_sharers > 1 and (stage, batch) not in self.whole_gradients:
-            self.whole_gradients.add((stage, batch))
-            self._add_gradient(self.part_gradients[stage])
+    def _open(self, num_bytes: float, *key: int | None) -> None:
+        if key not in self.open:
+            self.open[key] = num_bytes
+            self._add(1, num_bytes)
 
-    def _close_gradient(self, stage: int, batch: int, microbatch: int | None) -> None:
-        key = stage, batch, microbatch
-        if key in self.accumulating:
-            self.accumulating.discard(key)
-            self._add_gradient(-self.kept_gradients[stage])
-
-    def _add_gradient(self, num_bytes: float) -> None:
-        self.kept[1] += num_bytes
+    def _add(self, what: int, num_bytes: float) -> None:
+        self.kept[what] += num_bytes
         self.bytes += num_bytes
 
     def _open_version(self, entry: _Entry) -> None:
@@ -298,9 +290,7 @@ class _Ledger:
         in_place = self.program.rule is Rule.FRESH and entry.kind is Kind.UPDATE
         if not in_place and self.versions[entry.stage] < self.most_versions[entry.stage]:
             self.versions[entry.stage] += 1
-            num_bytes = self.sizes.version[entry.stage] / self.program.num_sharers
-            self.kept[0] += num_bytes
-            self.bytes += num_bytes
+            self._add(0, self.sizes.version[entry.stage] / self.program.num_sharers)
 
     def _comes_from_afar(self, step: Instruction) -> bool:
         needed = step.needs(self.program.num_stages)

@@ -130,6 +130,10 @@ class RankTiers:
     unpaged_bytes: float = 0.0
     host_updates: frozenset[int] = frozenset()
 
+    def chunks_of(self, item: Item, stage: int, number: int) -> tuple[Chunk, ...]:
+        """The chunks of an item; none if it is not paged."""
+        return tuple(Chunk(item, stage, number, place) for place in range(self.chunks.get((item, stage), 0)))
+
     def later(self, versions: int, banks: Sequence[int]) -> "RankTiers":
         """The same for a window that begins so many versions later, whose weights may be in other banks."""
         if not versions or not self.begin:

@@ -161,14 +161,13 @@ class TierLinks:
 class _Slots:
     """The free slots of a tier, and when those that are given back will be free."""
 
-    def __init__(self, free: int | None) -> None:
+    def __init__(self, free: float) -> None:
         self.free = free
+        """Infinite without a limit."""
         self.given_back: list[float] = []
 
     def take(self) -> float:
         """When the slot is free that is free first."""
-        if self.free is None:
-            return 0.0
         if self.free > 0:
             self.free -= 1
             return 0.0
@@ -178,7 +177,7 @@ class _Slots:
 
     def give(self, at_s: float) -> None:
         """A slot is free from then on."""
-        if self.free is not None:
+        if self.free < math.inf:
             heappush(self.given_back, at_s)
 
 
@@ -205,7 +204,7 @@ class RankMover(ChunkAccount[float]):
         """When the instruction under way has its chunks and slots, as far as is known."""
         held = Counter(self.tiers.begin.values())
         self.slots = [
-            _Slots(None if tier.capacity is None else tier.capacity - held[number])
+            _Slots(math.inf if tier.capacity is None else tier.capacity - held[number])
             for number, tier in enumerate(self.tiers.tiers)
         ]
         self.wire_free_s: dict[tuple[int, bool], float] = {}

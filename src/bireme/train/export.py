@@ -23,9 +23,10 @@ from bireme.files import new_folder
 from bireme.model.graph import Graph, ModelState, evaluate
 from bireme.model.nf4_operator import plain
 from bireme.model.sources import load_source
+from bireme.runtime.snapshot import NamedTensors
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import TensorEntry
-from bireme.train.checkpoint.shard import NamedTensors, element_bytes, tensor_entry, write_tensors
+from bireme.train.checkpoint.shard import element_bytes, tensor_entry, write_tensors
 from bireme.train.folder import RunFolder
 from bireme.train.resume_checks import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.run_file import RunFile

@@ -20,9 +20,9 @@ from bireme.profile.profile import Profile
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.budgets import Budgets
 from bireme.schedule.gathering import times_a_batch
-from bireme.schedule.instruction import Instruction, Item, Kind
-from bireme.schedule.program import Program, Rule
-from bireme.schedule.residency import copied_in_bytes
+from bireme.schedule.instruction import Item, Kind
+from bireme.schedule.program import Rule
+from bireme.schedule.residency import copied_by
 from bireme.schedule.source import LONG
 from bireme.schedule.tiers import LARGE_PAGE_BYTES, SMALL_CHUNK_BYTES
 from bireme.simulate.copies import REPLICAS, TierLinks
@@ -97,10 +97,9 @@ def _budgets(problem: PlanningProblem, device: int, used: Sequence[int], asked: 
 
 
 def _least(budgets: Sequence[Budgets]) -> Budgets:
-    host = min(math.inf if one.host_bytes is None else one.host_bytes for one in budgets)
     return Budgets(
         min(one.device_bytes for one in budgets),
-        None if host == math.inf else int(host),
+        min((one.host_bytes for one in budgets if one.host_bytes is not None), default=None),
         min(one.disk_bytes for one in budgets),
     )
 
@@ -138,7 +137,7 @@ def stage_memory(
     for stage, rank in enumerate(program.rank_of_stage):
         copied: Counter[Item] = Counter()
         copies_s, tiers = 0.0, program.tiers_of(rank)
-        steps, num_batches = _steady(program, rank)
+        steps, num_batches = program.tracks[rank].steady(program.num_batches)
         for page in (step.page for step in steps if step.stage == stage):
             if page is not None and page.is_copied:
                 assert tiers is not None, "who copies pages"
@@ -157,12 +156,6 @@ def stage_memory(
             )
         )
     return tuple(found)
-
-
-def _steady(program: Program, rank: int) -> tuple[tuple[Instruction, ...], int]:
-    """A batch of the steady state, or the window where there is none, and the number of its batches."""
-    track = program.tracks[rank]
-    return (track.body, 1) if track.repeats else (track.head, program.num_batches)
 
 
 # Gradients of parameters that several stages use: who holds them, and what their sums take.
@@ -483,10 +476,13 @@ def tier_forecasts(
         own = [exchanged[stage] for stage in program.stages_of(kept.rank)] if exchanged else []
         gathered = sum(one.weights for one in own)
         budgets = [(tier.name, tier.budget_bytes, tier.peak_bytes) for tier in kept.tiers]
+        steps, num_batches = program.tracks[kept.rank].steady(program.num_batches)
+        tiers = program.tiers_of(kept.rank)
+        copied_bytes = [] if tiers is None else copied_by(steps, tiers)
         if exchanged and not budgets:
             budgets = [("device", None, kept.peak_bytes)]
         for number, (name, budget_bytes, peak_bytes) in enumerate(budgets):
-            copied = _moved_into(program, kept.rank, number) if kept.tiers else 0.0
+            copied = copied_bytes[number] / num_batches if copied_bytes else 0.0
             yield TierForecast(
                 rank=kept.rank,
                 tier=name,
@@ -520,12 +516,3 @@ def busiest_wire(timeline: Timeline) -> tuple[float, int, str]:
                 busiest = max(busiest, (seconds, moved.rank, "host"))
         busiest = max(busiest, (disk_s, moved.rank, "disk"), (exchanged_s, moved.rank, REPLICAS))
     return busiest
-
-
-def _moved_into(program: Program, rank: int, tier: int) -> float:
-    """The bytes that go into a tier in a batch of the steady state, or of the window where there is none."""
-    num_batches = program.num_batches
-    all_bytes = copied_in_bytes(program, rank, num_batches)[tier]
-    if not program.tracks[rank].repeats:
-        return all_bytes / num_batches
-    return copied_in_bytes(program, rank, num_batches + 1)[tier] - all_bytes

@@ -13,7 +13,7 @@ from bireme.errors import BiremeError
 from bireme.runtime.copies.keeper import NUM_SHARDS, KeeperAddress, KeptShard, newest_of, shards_at, talk_to
 from bireme.runtime.copies.versions import CHUNK_BYTES, CopyVersion
 from bireme.runtime.exchange.peer_connections import listed
-from bireme.runtime.snapshot import Snapshot
+from bireme.runtime.snapshot import NamedTensors, Snapshot
 from bireme.sync.rounds.round_group import bytes_of
 
 TENSORS, CLIP_SCALE = "tensors", "clip_scale"
@@ -58,10 +58,9 @@ class Copier:
         asked = {
             "do": "keep",
             "shard": self._shard,
-            "start": version.start,
-            "step": version.step,
+            "version": version,
             "began": self._orders.began,
-            "settled": None if settled is None else [settled.start, settled.step],
+            "settled": settled,
             "bytes": sum(tensor.nbytes for tensor in snapshot.tensors.values()),
             "words": {
                 **words,
@@ -158,12 +157,13 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _KeptTensors(Mapping[str, Tensor]):
+class _KeptTensors(NamedTensors):
     """Reads tensors from keepers, and compares each chunk with its digest."""
 
     shards: Mapping[int, Sequence[KeptShard]]
     timeout_s: float
-    _places: dict[str, _Place] = field(default_factory=dict)
+    names: dict[str, _Place] = field(default_factory=dict)
+    """Where each tensor is."""
     _last: tuple[int, int, bytes] = (-1, -1, b"")
     """The shard, the index and the bytes of the chunk that was read last: small tensors share one."""
 
@@ -172,11 +172,11 @@ class _KeptTensors(Mapping[str, Tensor]):
             begin = 0
             for name, dtype, shape in one.words[TENSORS]:
                 place = _Place(shard, getattr(torch, dtype), tuple(shape), begin)
-                self._places[name] = place
+                self.names[name] = place
                 begin += prod(place.shape) * place.dtype.itemsize
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
+        place = self.names[name]
         num_bytes = prod(place.shape) * place.dtype.itemsize
         if not num_bytes:
             return torch.empty(place.shape, dtype=place.dtype)
@@ -210,9 +210,3 @@ class _KeptTensors(Mapping[str, Tensor]):
                 return
         if first < end:
             raise BiremeError(f"A second copy cannot be read: {failure}") from failure
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)

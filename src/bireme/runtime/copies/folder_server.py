@@ -76,11 +76,9 @@ class FolderServer(RequestServer):
         super().__init__("bireme folder", timeout_s)
 
     def _path(self, name: str) -> Path:
-        folder, rest = self.folder, name
         first, _, below = name.partition("/")
-        for number, root in enumerate(self.roots):
-            if first == root_name(number):
-                folder, rest = root, below
+        roots = {root_name(number): root for number, root in enumerate(self.roots)}
+        folder, rest = (roots[first], below) if first in roots else (self.folder, name)
         if folder is None:
             raise BiremeError(f"{name} is not served.")
         path = path_within(folder, rest)
@@ -225,17 +223,14 @@ def files_at(address: KeeperAddress, root: str, timeout_s: float) -> dict[str, F
     with talk_to(address, timeout_s) as talk:
         talk.say({"do": "tree", "root": root})
         found = _answer(talk, "files", list, _DIGEST_S)
-    match found:
-        case [*files] if all(map(_is_file, files)):
-            return {name: FileIdentity(num_bytes, changed_ns) for name, num_bytes, changed_ns in files}
-    raise BiremeError("Another machine lists files without names, lengths and times of change.")
-
-
-def _is_file(one: object) -> bool:
-    match one:
-        case [str(), int() as num_bytes, int()] if num_bytes >= 0:
-            return True
-    return False
+    files: dict[str, FileIdentity] = {}
+    for one in found:
+        match one:
+            case [str() as name, int() as num_bytes, int() as changed_ns] if num_bytes >= 0:
+                files[name] = FileIdentity(num_bytes, changed_ns)
+            case _:
+                raise BiremeError("Another machine lists files without names, lengths and times of change.")
+    return files
 
 
 class _PieceFetch:
@@ -291,7 +286,7 @@ class _PieceFetch:
     ) -> Iterator[tuple[RequestConnection, set[int]]]:
         """A connection on which pieces have been asked for, and those of them that the machine has."""
         identity = [self._file.identity.num_bytes, self._file.identity.changed_ns]
-        with talk_to(address, self._timeout_s, is_background=self._limit is not None) as talk:
+        with talk_to(address, self._timeout_s, self._limit) as talk:
             asked = {"name": self._file.name, "identity": identity, "pieces": ranges, "wants": wants}
             talk.say({"do": "pieces", **asked})
             wanted = [piece for first, end in ranges for piece in range(first, end)]
@@ -333,12 +328,10 @@ class _PieceFetch:
         """Pieces that a machine sends, each with its SHA-256, which is right."""
         with self._asked(address, as_ranges(pieces), wants=True) as (talk, held):
             for piece in sorted(held):
-                began_s, came = time.monotonic(), talk.chunk()
+                came = talk.chunk()
                 digest, data = came[:_SHA256_BYTES], came[_SHA256_BYTES:]
                 if len(data) != self._file.size_of(piece) or hashlib.sha256(data).digest() != digest:
                     raise BiremeError(f"A piece of {_WRONG.format(self._file.name)}")
-                if self._limit is not None:
-                    self._limit.wait(len(came), time.monotonic() - began_s)
                 yield piece, (digest, data)
 
     def _put(self, address: KeeperAddress, came: Mapping[int, tuple[bytes, bytes]]) -> None:
@@ -425,16 +418,13 @@ def ranges(
     """The bytes of another machine's file from `first` on, without `end` itself; less if the file ends
     before. With a `limit` they are read in the background.
     """
-    with talk_to(address, timeout_s, is_background=limit is not None) as talk:
+    with talk_to(address, timeout_s, limit) as talk:
         talk.say({"do": "read", "name": name, "first": first, "end": end})
         talk.hear()
         for begin in range(first, end, CHUNK_BYTES):
-            began_s, expected = time.monotonic(), min(CHUNK_BYTES, end - begin)
-            chunk = talk.chunk()
+            expected, chunk = min(CHUNK_BYTES, end - begin), talk.chunk()
             if len(chunk) > expected:
                 raise BiremeError(f"{len(chunk)} bytes of {name} came instead of {expected}.")
-            if limit is not None:
-                limit.wait(len(chunk), time.monotonic() - began_s)
             yield chunk
             if len(chunk) < expected:
                 return

@@ -54,8 +54,31 @@ class KeeperAddress:
     key: str
 
 
+class RateLimit:
+    """Bounds how fast copies cross the network: to `bytes_per_s`, or to a share of the link's time."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock, self._free_s = threading.Lock(), 0.0
+
+    def wait(self, num_bytes: int, took_s: float) -> None:
+        """Wait after `num_bytes`, which took `took_s` to cross."""
+        if self._bytes_per_s is None:
+            time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(self._free_s, now_s - took_s) + num_bytes / self._bytes_per_s
+            left_s = self._free_s - now_s
+        time.sleep(max(left_s, 0.0))
+
+
 class RequestConnection(MessageConnection):
-    """Texts and chunks on a connection to a `RequestServer`."""
+    """Texts and chunks on a connection to a `RequestServer`. The `limit` bounds how fast frames of bytes
+    cross it.
+    """
+
+    limit: RateLimit | None = None
 
     def hear(self, *, limit_s: float | None = None) -> dict[str, Any]:
         """The next text. Raises a `BiremeError` if it is an error at the other end, or no JSON object."""
@@ -70,20 +93,36 @@ class RequestConnection(MessageConnection):
 
     def chunk(self) -> bytes:
         """The next frame of bytes."""
-        return self.take_at_most(_MOST_MESSAGE_BYTES)
+        began_s = time.monotonic()
+        found = self.take_at_most(_MOST_MESSAGE_BYTES)
+        if self.limit is not None:
+            self.limit.wait(len(found), time.monotonic() - began_s)
+        return found
+
+    def send(self, *views: bytes | memoryview, share: float = 1.0) -> int:
+        """As `MessageConnection` does."""
+        began_s = time.monotonic()
+        num_bytes = super().send(*views, share=share)
+        if self.limit is not None:
+            self.limit.wait(num_bytes, time.monotonic() - began_s)
+        return num_bytes
 
 
 @contextmanager
 def talk_to(
-    keeper: KeeperAddress, timeout_s: float, *, is_background: bool = False
+    keeper: KeeperAddress, timeout_s: float, limit: RateLimit | None = None
 ) -> Iterator[RequestConnection]:
-    """A connection to a keeper; one in the background yields to all others of the host."""
+    """A connection to a keeper; one with a limit is in the background and yields to all others of the
+    host.
+    """
     made = call(keeper.address, keeper.key, b"", min(_CALL_S, timeout_s))
     with made:
-        if is_background and hasattr(socket, "SO_PRIORITY"):
+        if limit is not None and hasattr(socket, "SO_PRIORITY"):
             with suppress(OSError):
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _FILLER)
-        yield RequestConnection(made, timeout_s)
+        talk = RequestConnection(made, timeout_s)
+        talk.limit = limit
+        yield talk
 
 
 # The versions at keepers, as a start of the run lists them.
@@ -102,8 +141,7 @@ class KeptShard:
 
     def request(self, first: int, end: int) -> dict[str, Any]:
         """The text that asks the keeper for the chunks from `first` on, without `end` itself."""
-        own = {"shard": self.shard, "start": self.version.start, "step": self.version.step}
-        return {"do": "read", **own, "first": first, "end": end}
+        return {"do": "read", "shard": self.shard, "version": self.version, "first": first, "end": end}
 
     def checked(self, index: int, chunk: bytes) -> bytes:
         """A chunk that came. Raises a `BiremeError` if it does not have its digest."""
@@ -121,10 +159,10 @@ def shards_at(keepers: Sequence[KeeperAddress], timeout_s: float, *, checks: boo
         found: list[KeptShard] = []
         with suppress(OSError, BiremeError), talk_to(keeper, timeout_s) as talk:
             talk.say({"do": "list", "checks": checks})
-            for one in talk.hear(limit_s=max(timeout_s, 600.0) if checks else None)["shards"]:
-                digests = tuple(map(bytes.fromhex, one["digests"]))
-                version = CopyVersion(one["start"], one["step"])
-                found.append(KeptShard(one["shard"], version, one["words"], one["bytes"], digests, keeper))
+            shards = talk.hear(limit_s=max(timeout_s, 600.0) if checks else None)["shards"]
+            for shard, version, words, num_bytes, hexes in shards:
+                digests = tuple(map(bytes.fromhex, hexes))
+                found.append(KeptShard(shard, CopyVersion(*version), words, num_bytes, digests, keeper))
         return found
 
     with ThreadPoolExecutor(max(len(keepers), 1)) as threads:
@@ -154,25 +192,6 @@ def newest_of(shards: Sequence[KeptShard]) -> dict[int, list[KeptShard]]:
 
 
 # The keeper itself: one thread listens, and each connection has a thread.
-
-
-class RateLimit:
-    """Bounds how fast copies cross the network: to `bytes_per_s`, or to a share of the link's time."""
-
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._lock, self._free_s = threading.Lock(), 0.0
-
-    def wait(self, num_bytes: int, took_s: float) -> None:
-        """Wait after `num_bytes`, which took `took_s` to cross."""
-        if self._bytes_per_s is None:
-            time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
-            return
-        with self._lock:
-            now_s = time.monotonic()
-            self._free_s = max(self._free_s, now_s - took_s) + num_bytes / self._bytes_per_s
-            left_s = self._free_s - now_s
-        time.sleep(max(left_s, 0.0))
 
 
 class _Held:
@@ -258,13 +277,15 @@ class Keeper(RequestServer):
     ) -> tuple[_Held, ShardVersion]:
         """A version that comes in as chunks, or as messages that another keeper has coded."""
         held = self._of(asked["shard"])
-        settled = None if asked["settled"] is None else CopyVersion(*asked["settled"])
         with held.lock:
             coming = held.copies.begin(
-                _version(asked), asked["words"], asked["bytes"], began=asked["began"], settled=settled
+                CopyVersion(*asked["version"]),
+                asked["words"],
+                asked["bytes"],
+                began=asked["began"],
+                settled=asked["settled"] and CopyVersion(*asked["settled"]),
             )
-        before = coming.before
-        talk.say({"before": None if before is None else [before.start, before.step]})
+        talk.say({"before": coming.before})
         for index in range(len(coming.messages)):
             came = talk.chunk()
             with held.lock:
@@ -300,20 +321,17 @@ class Keeper(RequestServer):
         """Send a version that is whole here to the next keeper, in differences if that one has the version
         before too; returns the bytes.
         """
-        before, sent = own.before, 0
-        with talk_to(follower, self._timeout_s, is_background=True) as talk:
+        sent = 0
+        with talk_to(follower, self._timeout_s, self._limit) as talk:
             talk.say({**asked, "do": "hold"})
             there = talk.hear()["before"]
-            is_same = before is not None and there == [before.start, before.step]
+            is_same = there is not None and CopyVersion(*there) == own.before
             for index in range(len(own.messages)):
                 with held.lock:
                     message = own.messages[index]
                     if message is None or not is_same:
                         message = whole_message(held.copies.chunk(own.version, index))
-                began_s = time.monotonic()
-                num_bytes = talk.send(own.digests[index], message)
-                self._limit.wait(num_bytes, time.monotonic() - began_s)
-                sent += num_bytes
+                sent += talk.send(own.digests[index], message)
             talk.hear()
         return sent
 
@@ -322,14 +340,7 @@ class Keeper(RequestServer):
         for shard, held in sorted(self._held.items()):
             with held.lock:
                 found += [
-                    {
-                        "shard": shard,
-                        "start": one.version.start,
-                        "step": one.version.step,
-                        "words": one.words,
-                        "bytes": one.num_bytes,
-                        "digests": [digest.hex() for digest in one.digests],
-                    }
+                    (shard, one.version, one.words, one.num_bytes, [digest.hex() for digest in one.digests])
                     for one in held.copies.versions
                     if not asked["checks"] or held.copies.is_intact(one.version)
                 ]
@@ -337,15 +348,11 @@ class Keeper(RequestServer):
 
     def _read(self, talk: RequestConnection, asked: dict[str, Any]) -> None:
         """Send chunks of a whole version, as they are."""
-        held, version = self._of(asked["shard"]), _version(asked)
+        held, version = self._of(asked["shard"]), CopyVersion(*asked["version"])
         for index in range(asked["first"], asked["end"]):
             with held.lock:
                 chunk = held.copies.chunk(version, index)
             talk.send(chunk)
-
-
-def _version(asked: Mapping[str, Any]) -> CopyVersion:
-    return CopyVersion(asked["start"], asked["step"])
 
 
 # The keeper as a process of its own. It ends with the process that started it.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
 from struct import error as StructError  # noqa: N812 (an exception, in the name of one)
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,10 +99,9 @@ def decoded(message: bytes, before: bytes | None) -> bytes:
     return (changed ^ np.frombuffer(before, np.uint8)).tobytes()
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class CopyVersion:
+class CopyVersion(NamedTuple):
     """The state after `step` batches, in the `start` of the run with that name. Later starts have greater
-    names: two starts may come to different states after the same number of batches.
+    names: two starts may come to different states after the same number of batches. In texts it is a list.
     """
 
     start: str

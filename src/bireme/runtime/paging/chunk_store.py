@@ -158,13 +158,13 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True)
 class PagingSettings:
-    """`folder` is where the disk's file is made; `mover` makes what copies. With `poisons` chunks that are
-    not there read as NaN; for tests, on a CPU.
+    """`folder` is where the disk's file is made; `mover` makes what copies, and `memory` the slots of a
+    device: so many, of so many bytes.
     """
 
     folder: Path | None = None
     mover: Callable[[torch.device], ThreadMover] = ThreadMover
-    poisons: bool = False
+    memory: Callable[[torch.device, int, int], ChunkMemory] = chunk_memory
 
 
 class ChunkStore(ChunkAccount[CopyJob]):
@@ -191,7 +191,7 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self.lower = [_lower(tier.name, tiers, device, settings) for tier in tiers.tiers[1:]]
         peaks = _peaks(program, rank)
         on_device = tiers.tiers[0].capacity
-        self.memory = chunk_memory(device, on_device or peaks[0], tiers.chunk_bytes, poisons=settings.poisons)
+        self.memory = settings.memory(device, on_device or peaks[0], tiers.chunk_bytes)
         self.counted = peaks
         """The most chunks that windows hold on each tier."""
         self.pools = [SlotPool("device", on_device or peaks[0])]
@@ -208,10 +208,6 @@ class ChunkStore(ChunkAccount[CopyJob]):
     def scratch(self) -> Tensor:
         """Memory to read a chunk into, apart from all tiers."""
         return pages(self.tiers.chunk_bytes)
-
-    def chunks_of(self, item: Item, stage: int, number: int) -> list[Chunk]:
-        """The chunks of an item; none if it is not paged."""
-        return [Chunk(item, stage, number, place) for place in range(self.tiers.chunks.get((item, stage), 0))]
 
     # What instructions do.
 
@@ -336,20 +332,16 @@ class ChunkStore(ChunkAccount[CopyJob]):
 
     def carry(self, chunk: Chunk, tier: int) -> None:
         """Have a chunk on just one tier, which has room."""
-        self._put(chunk, tier)
+        self.put(chunk, tier)
         self.drop(chunk, [one for one in self.where[chunk] if one != tier])
-
-    def bring(self, chunk: Chunk) -> None:
-        """Copy a chunk to the device, which has room, and wait."""
-        self._put(chunk, 0)
 
     def drop(self, chunk: Chunk, tiers: Iterable[int]) -> None:
         """Give back a chunk's slots on some tiers."""
         for tier in tiers:
             self.give(chunk, tier, self.where[chunk].pop(tier))
 
-    def _put(self, chunk: Chunk, tier: int) -> None:
-        """Have a chunk on a tier too."""
+    def put(self, chunk: Chunk, tier: int) -> None:
+        """Have a chunk on a tier too, which has room, and wait."""
         tiers = self.where.setdefault(chunk, {})
         self.rest(chunk)
         if tier not in tiers:

@@ -10,7 +10,7 @@ from bireme.devices import is_accelerator
 from bireme.errors import BiremeError
 from bireme.memory.system_memory import give_back_large_blocks
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
-from bireme.runtime.paging.stage_memory import StageMemory, paged_memory
+from bireme.runtime.paging.stage_memory import PagedStage, StageMemory
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.program import Program
 from bireme.schedule.residency import copied_in_bytes
@@ -95,7 +95,7 @@ class RankPaging:
 
     def stage(self, stage: int) -> StageMemory:
         """The memory of a stage."""
-        return paged_memory(self._store, stage, self._program.num_microbatches)
+        return PagedStage(self._store, stage, self._program.num_microbatches)
 
     def around(
         self, action: Callable[[Instruction], None], begins: Callable[[], None]

@@ -151,13 +151,8 @@ class PagedStash:
         return begin
 
 
-def paged_memory(store: ChunkStore, stage: int, num_microbatches: int) -> StageMemory:
-    """The memory of a stage of a rank with these chunks."""
-    return _PagedStage(store, stage, num_microbatches)
-
-
-class _PagedStage(StageMemory):
-    """Memory of a stage in ranges of addresses, for the items that are paged."""
+class PagedStage(StageMemory):
+    """Memory of a stage of a rank with these chunks, in ranges of addresses, for the items that are paged."""
 
     is_paged = True
 
@@ -167,12 +162,15 @@ class _PagedStage(StageMemory):
         self.has_master = store.tiers.master
 
     def allocator(self, item: Item, number: int = 0) -> ArenaAllocator:
+        """As `StageMemory` says."""
         return self._store.ranges.allocator(item, self._stage, number)
 
     def gradients(self) -> ArenaAllocator:
+        """As `StageMemory` says."""
         return self._store.ranges.more(Item.GRADIENT, self._stage)
 
     def frozen(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """As `StageMemory` says."""
         allocator = self.allocator(Item.FROZEN)
         if allocator is PLAIN:
             return weights
@@ -188,9 +186,11 @@ class _PagedStage(StageMemory):
         return {name: flat[name].view(weights[name].shape) for name in weights}
 
     def before_gradients(self, reserve: Callable[[int], ArenaAllocator]) -> None:
+        """As `StageMemory` says."""
         self._store.ranges.reserve_gradients[self._stage] = reserve
 
     def stash(self, batch: int, microbatch: int) -> PagedStash | None:
+        """As `StageMemory` says."""
         ranges = self._store.ranges
         if not ranges.has(Item.STASH, self._stage):
             return None
@@ -208,7 +208,7 @@ class _PagedStage(StageMemory):
         as low as there is room. What is only ever used on the host is lent from there.
         """
         store, stage = self._store, self._stage
-        chunks = store.chunks_of(item, stage, number)
+        chunks = store.tiers.chunks_of(item, stage, number)
         tier = 1 if item is Item.OPTIMIZER and stage in store.tiers.host_updates else 0
         store.opened.update(chunks)
         for chunk in chunks:
@@ -227,7 +227,9 @@ class _PagedStage(StageMemory):
     def lent(self, items: Sequence[tuple[Item, int]]) -> Iterator[bool]:
         """As `StageMemory` says: the items are on the device, and on the tiers below too."""
         store = self._store
-        chunks = [chunk for item, number in items for chunk in store.chunks_of(item, self._stage, number)]
+        chunks = [
+            chunk for item, number in items for chunk in store.tiers.chunks_of(item, self._stage, number)
+        ]
         store.opened.update(chunks)
         brought: list[Chunk] = []
         has_room = True
@@ -237,7 +239,7 @@ class _PagedStage(StageMemory):
                 if not store.has_room(0):
                     has_room = False
                     break
-                store.bring(chunk)
+                store.put(chunk, 0)
                 brought.append(chunk)
         try:
             yield has_room
@@ -270,7 +272,8 @@ class _PagedStage(StageMemory):
                 store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
 
     def end(self, item: Item, number: int) -> None:
-        self._store.forget(item, self._stage, number, self._store.chunks_of(item, self._stage, number))
+        """As `StageMemory` says."""
+        self._store.forget(item, self._stage, number, self._store.tiers.chunks_of(item, self._stage, number))
 
 
 # Between windows.

@@ -33,7 +33,7 @@ from bireme.runtime.copies.folder_server import (
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress
-from bireme.runtime.snapshot import Snapshot, joined
+from bireme.runtime.snapshot import NamedTensors, Snapshot, joined
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import (
     MANIFEST,
@@ -45,7 +45,7 @@ from bireme.train.checkpoint.manifest import (
     read_manifest,
     write_new,
 )
-from bireme.train.checkpoint.shard import NamedTensors, SavedTensors, places_in, tensor_digest
+from bireme.train.checkpoint.shard import SavedTensors, places_in, tensor_digest
 
 # Checkpoints whose files are on the disks of several machines, and the tensors that are read from there.
 #

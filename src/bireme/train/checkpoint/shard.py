@@ -8,7 +8,7 @@ would need a second pass for the checksum.
 import hashlib
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bireme.errors import BiremeError, system_errors
 from bireme.files import FileDigest
+from bireme.runtime.snapshot import NamedTensors
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import FileEntry, TensorEntry
 
@@ -163,21 +164,6 @@ def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
     """What a file says of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorEntry(name=name, dtype=dtype, shape=list(tensor.shape))
-
-
-class NamedTensors(Mapping[str, Tensor]):
-    """Tensors of which the `names` are known; each is made when it is asked for."""
-
-    names: Collection[str]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
 
 
 class SavedTensors(NamedTensors):
