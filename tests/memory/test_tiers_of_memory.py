@@ -36,7 +36,7 @@ def test_a_slot_keeps_its_bytes_beneath_whichever_chunk_it_is(
     view = one.bytes[slot_bytes : slot_bytes + 8]
     memory.unmap(one.chunk(1))
     assert int(view[0]) == POISON
-    memory._poison = None  # so that mapping writes nothing
+    memory.poisons = False  # so that mapping writes nothing
     memory.map(other.chunk(0), 0)
     assert bool((other.chunk(0) == 7).all())
     memory.map(one.chunk(1), 1)

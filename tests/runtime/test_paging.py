@@ -350,7 +350,7 @@ def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_ap
 
 
 def test_a_slot_that_is_free_now_is_taken_before_one_that_is_still_copied_from() -> None:
-    pool = SlotPool("device", 3)
+    pool = SlotPool(3)
     slots = [pool.take()[0] for _ in range(3)]
     busy, later, done = (CopyJob((0, True), 1, lambda: None) for _ in range(3))
     done.do()

@@ -15,18 +15,22 @@ POISON = 0xFF
 
 
 class PoisonedChunks(HostChunks):
-    """A chunk without a slot is poisoned, and so is a chunk whose copy has not come."""
+    """A chunk without a slot is poisoned, and so is a chunk whose copy has not come, while it `poisons`."""
+
+    poisons = True
 
     def map(self, chunk: Tensor, slot: int) -> None:
         super().map(chunk, slot)
-        ctypes.memset(chunk.data_ptr(), POISON, chunk.nbytes)
+        if self.poisons:
+            ctypes.memset(chunk.data_ptr(), POISON, chunk.nbytes)
 
     def unmap(self, chunks: Tensor) -> None:
         super().unmap(chunks)
-        file = shared_file(chunks.nbytes)
-        map_file(chunks.data_ptr(), chunks.nbytes, file, 0)
-        os.close(file)
-        ctypes.memset(chunks.data_ptr(), POISON, chunks.nbytes)
+        if self.poisons:
+            file = shared_file(chunks.nbytes)
+            map_file(chunks.data_ptr(), chunks.nbytes, file, 0)
+            os.close(file)
+            ctypes.memset(chunks.data_ptr(), POISON, chunks.nbytes)
 
 
 def poisoned(_device: torch.device, num_slots: int, slot_bytes: int) -> PoisonedChunks:

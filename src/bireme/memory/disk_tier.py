@@ -158,7 +158,9 @@ class DiskTier:
                     # last one ended: go on through the system's cache.
                     self._is_direct = make_direct(self._file.fileno(), is_on=False)
                 else:
-                    done += _some(moved)
+                    if not moved:
+                        raise OSError(errno.EIO, "the file is shorter than it was")
+                    done += moved
         except OSError as error:
             raise BiremeError(
                 f"Offloaded memory in {self._folder} cannot be {what}: {error.strerror}. Training cannot "
@@ -173,9 +175,3 @@ class DiskTier:
         if found is None:
             found = self._here.staging = pinned(self._slot_bytes)
         return found
-
-
-def _some(moved: int) -> int:
-    if moved == 0:
-        raise OSError(errno.EIO, "the file is shorter than it was")
-    return moved

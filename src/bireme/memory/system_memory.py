@@ -268,14 +268,7 @@ def bytes_at(memory: Tensor) -> memoryview:
 def _libc() -> ctypes.CDLL:
     found = ctypes.CDLL(None, use_errno=True)
     found.mmap.restype = ctypes.c_void_p
-    found.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
+    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     if hasattr(found, "mremap"):
         found.mremap.restype = ctypes.c_void_p

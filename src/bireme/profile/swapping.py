@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bireme.errors import BiremeError
 from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals, live_bytes
 from bireme.schedule.accesses import ChunkAccess
-from bireme.schedule.eviction import Evictions, OverfullError, gaps_of, settle
+from bireme.schedule.eviction import Evictions, OverfullError, gaps_of, most_at_a_step, settle
 from bireme.schedule.instruction import Instruction, Item, Kind
 from bireme.schedule.tiers import Chunk, best_chunk_bytes, is_paged, num_chunks
 
@@ -271,8 +271,7 @@ def page_blocks(behavior: Behavior, bandwidth: Bandwidth) -> BlockPaging | None:
     chunk_bytes = best_chunk_bytes(Counter(float(block.num_bytes) for block in blocks))
     paged = [block for block in blocks if is_paged(block.num_bytes, chunk_bytes)]
     accesses, num_steps = _accesses(paged, chunk_bytes)
-    needed = Counter(at for at, _ in {(access.at, access.chunk) for access in accesses})
-    most = max(needed.values())
+    most = most_at_a_step(accesses)
     paged_ids = {block.id for block in paged}
     unpaged = [block for block in behavior.blocks if block.id not in paged_ids]
     unpaged_bytes = max(live_bytes(unpaged, behavior.num_events))

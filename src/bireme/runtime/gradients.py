@@ -125,12 +125,8 @@ class PrincipalGradients:
     def settle(self, num_updates: int, found: _Settled) -> None:
         """Keep what a batch has found after so many updates; the rest stays as it was."""
         last = self.after(num_updates - 1)
-        self._settled = {
-            num_updates - 1: last,
-            num_updates: {name: found.get(name, one) for name, one in last.items()},
-        }
-        if not self._delay:
-            del self._settled[num_updates - 1]
+        kept = {num_updates - 1: last} if self._delay else {}
+        self._settled = kept | {num_updates: {name: found.get(name, one) for name, one in last.items()}}
 
     def state(self, num_updates: int) -> dict[str, Tensor]:
         """What the next batches go on from, as `AGE/NAME/PART`: age 0 is after so many updates. No copies."""

@@ -2,7 +2,7 @@
 apart. At the end, the bytes of all that training a stage keeps.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -48,10 +48,12 @@ def parameter_groups_of(
     groups: dict[tuple[Hashable, torch.dtype], list[str]] = {}
     for name, tensor in parameters.items():
         groups.setdefault((alike[name], tensor.dtype), []).append(name)
+
+    def order(name: str) -> tuple[int, bool]:
+        return (owners or {}).get(name, 0), parameters[name].numel() % ALIGNED_ELEMENTS != 0
+
     return tuple(
-        ParameterGroup(
-            Slots({name: parameters[name].shape for name in _ordered(names, parameters, owners or {})}), dtype
-        )
+        ParameterGroup(Slots({name: parameters[name].shape for name in sorted(names, key=order)}), dtype)
         for (_, dtype), names in groups.items()
     )
 
@@ -70,20 +72,11 @@ def owners_of(sizes: Mapping[str, int], num_members: int) -> dict[str, int]:
 
 def without(parameter_groups: Sequence[ParameterGroup], names: Collection[str]) -> tuple[ParameterGroup, ...]:
     """The parameter groups without the parameters of these names; empty groups are left out."""
-    left = (
-        ParameterGroup(
-            Slots({name: slot.shape for name, slot in parameter_group.slots.items() if name not in names}),
-            parameter_group.dtype,
-        )
-        for parameter_group in parameter_groups
+    shapes = (
+        ({name: slot.shape for name, slot in one.slots.items() if name not in names}, one.dtype)
+        for one in parameter_groups
     )
-    return tuple(parameter_group for parameter_group in left if len(parameter_group.slots))
-
-
-def _ordered(names: Iterable[str], parameters: Mapping[str, Tensor], owners: Mapping[str, int]) -> list[str]:
-    return sorted(
-        names, key=lambda name: (owners.get(name, 0), parameters[name].numel() % ALIGNED_ELEMENTS != 0)
-    )
+    return tuple(ParameterGroup(Slots(own), dtype) for own, dtype in shapes if own)
 
 
 # The part of a parameter group that one of several replicas owns: a run of its elements, which may begin and
@@ -157,14 +150,11 @@ def part_of(
     }
     of_member = {name: of_all[member] for name, of_all in cuts.items()}
     pieces = {name: piece for name, piece in of_member.items() if piece.start < piece.stop}
-    own = Slots(
-        {
-            name: (piece.stop - piece.start,) if owners is None else slots[name].shape
-            for name, piece in pieces.items()
-        }
-    )
-    laid_out = ParameterGroup(own, parameter_group.dtype)
-    return ParameterGroupPart(parts, member, laid_out, pieces, cuts, owners is not None)
+    shapes: dict[str, tuple[int, ...]] = {name: slots[name].shape for name in pieces}
+    if owners is None:
+        shapes = {name: (piece.stop - piece.start,) for name, piece in pieces.items()}
+    own = ParameterGroup(Slots(shapes), parameter_group.dtype)
+    return ParameterGroupPart(parts, member, own, pieces, cuts, owners is not None)
 
 
 def _within(begin: int, end: int, first: int, last: int) -> slice:

@@ -42,12 +42,8 @@ class Budgets:
 
     def tiers(self) -> tuple[tuple[str, int | None], ...]:
         """The tiers that there are, the device's first, by name and budget."""
-        tiers: list[tuple[str, int | None]] = [("device", self.device_bytes)]
-        if self.host_bytes != 0:
-            tiers.append(("host", self.host_bytes))
-        if self.disk_bytes:
-            tiers.append(("disk", self.disk_bytes))
-        return tuple(tiers)
+        lower = ("host", self.host_bytes), ("disk", self.disk_bytes)
+        return ("device", self.device_bytes), *(tier for tier in lower if tier[1] != 0)
 
 
 class TierTooSmallError(BiremeError):

@@ -97,11 +97,8 @@ class ChunkAccount(ABC, Generic[When]):
 
     def move(self, step: Instruction) -> None:
         """A FETCH or EVICT of a chunk."""
-        self.move_chunk(step, chunk_of(self.program, step))
-
-    def move_chunk(self, step: Instruction, chunk: Chunk) -> None:
-        """A FETCH or EVICT of that chunk."""
         assert step.page is not None, "FETCH and EVICT have a page"
+        chunk = chunk_of(self.program, step)
         tier, is_copied, tiers = step.page.tier, step.page.is_copied, self.where[chunk]
         if step.kind is Kind.FETCH:
             tiers[tier] = self.copy(chunk, tier, is_fetch=True)
@@ -210,13 +207,14 @@ class Holding(ChunkAccount[None]):
         name = self.tiers.tiers[use.tier].name
         self._problems.append(f"{needed} on {'' if use.tier else 'the '}{name}, but {where}.")
 
-    def move_chunk(self, step: Instruction, chunk: Chunk) -> None:
+    def move(self, step: Instruction) -> None:
         """As `ChunkAccount` says, unless that cannot be."""
+        chunk = chunk_of(self.program, step)
         problem = self._wrong_move(step, chunk)
         if problem:
             self._problems.append(problem)
             return
-        super().move_chunk(step, chunk)
+        super().move(step)
         if chunk not in self.where:
             self.lost.add(chunk)
 

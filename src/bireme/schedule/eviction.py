@@ -119,14 +119,10 @@ def gaps_of(accesses: Iterable[ChunkAccess]) -> list[Gap]:
 
 def _gap(chunk: Chunk, before: ChunkAccess | None, after: ChunkAccess | None, chain: int) -> Gap:
     item, stage, _, number = chunk
-    if before is None:
-        assert after is not None, "a gap has an access before or after it"
-        group: Hashable = item, stage, number, None, after.label, None
-        return Gap(chunk, None, after, chain, -1, after.reads, group)
-    if after is None:
-        return Gap(chunk, before, None, chain, before.at, True, (item, stage, number, before.label))
-    group = item, stage, number, before.label, after.label, after.step.batch - before.step.batch
-    return Gap(chunk, before, after, chain, before.at, after.reads, group)
+    num_batches = None if before is None or after is None else after.step.batch - before.step.batch
+    labels = before and before.label, after and after.label, num_batches
+    start, is_read = -1 if before is None else before.at, after is None or after.reads
+    return Gap(chunk, before, after, chain, start, is_read, (item, stage, number, *labels))
 
 
 def num_copies(gaps: Iterable[Gap]) -> int:
@@ -158,6 +154,12 @@ HELD_LAST = 1 << 60
 
 _Spans = list[tuple[int, int]]
 """Steps, each from one up to another."""
+
+
+def most_at_a_step(accesses: Iterable[ChunkAccess]) -> int:
+    """The most chunks that a step of a tier needs there."""
+    needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
+    return max(needed.values(), default=0)
 
 
 class OverfullError(Exception):

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from bireme.errors import BiremeError
 from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule
-from bireme.schedule.source import WRITTEN_OUT, fold
+from bireme.schedule.source import fold, repeats_of
 
 _GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
@@ -57,16 +57,15 @@ def gathered(program: Program, num_sharers: int, most: int) -> Program:
             f"Replicas cannot share their weights under {program.name}, which takes steps with gradients of "
             "one replica alone. Use another schedule, such as 1f1b or 2bw, or share the optimizer only."
         )
-    repeats = {track.repeats for track in program.tracks}
-    is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
+    repeats = repeats_of(program)
 
     def make(num_batches: int) -> Program:
-        shown = program.of_length(num_batches) if is_loop else program
+        shown = program.of_length(num_batches) if repeats else program
         tracks = tuple(track.of(_woven([*track], most)) for track in shown.tracks)
         return replace(shown, tracks=tracks, num_sharers=num_sharers)
 
-    shortest = program.num_batches - min(repeats) + 1
-    return fold(make, program.num_batches, shortest=shortest) if is_loop else make(program.num_batches)
+    shortest = program.num_batches - repeats + 1
+    return fold(make, program.num_batches, shortest=shortest) if repeats else make(program.num_batches)
 
 
 def times_a_batch(program: Program, kind: Kind) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ there is room. Where everything fits, the program stays what it is. A loop stays
 chunk is decided once for all batches of the steady state.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,11 +25,11 @@ from bireme.schedule.budgets import (
     check_capacity,
     check_working_sets,
 )
-from bireme.schedule.eviction import Evictions, Gap, Leads, gaps_of, settle
+from bireme.schedule.eviction import Evictions, Gap, Leads, gaps_of, most_at_a_step, settle
 from bireme.schedule.instruction import SENDS, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule, Track
 from bireme.schedule.proofs.stages import stage_problems
-from bireme.schedule.source import WRITTEN_OUT, fold
+from bireme.schedule.source import fold, repeats_of
 from bireme.schedule.tiers import Chunk, RankTiers
 
 _STEADY = 4
@@ -61,10 +61,9 @@ class PagedPrograms:
         may_be_apart = not is_summed and program.num_sharers == 1
         if may_be_apart:  # then what an instruction needs does not depend on the order of updates
             check_working_sets(program, cut)
-        repeats = {track.repeats for track in program.tracks}
-        self._is_loop = len(repeats) == 1 and 0 not in repeats and program.num_batches > WRITTEN_OUT
-        self._least = program.num_batches - (min(repeats) if self._is_loop else 0)
-        model = program.of_length(self._least + _STEADY) if self._is_loop else program
+        self._repeats = repeats_of(program)
+        self._least = program.num_batches - self._repeats
+        model = program.of_length(self._least + _STEADY) if self._repeats else program
         self._reorder = _order_of(program, together=updates_together, apart=updates_apart and may_be_apart)
         moved = self._reorder(model)
         self._is_moved = moved is not model and next(stage_problems(moved), None) is None
@@ -81,7 +80,7 @@ class PagedPrograms:
         if not any(self._cut):
             return self._program
         plans = [None if one is None else one.decided(ahead) for one in self._deciding]
-        if is_brief or not self._is_loop:
+        if is_brief or not self._repeats:
             known = next((window for own, window in self._windows if own == plans), None)
             if known is None:
                 known = self._written(self._model, self._deciding, plans)
@@ -193,7 +192,7 @@ class _Planner:
         self.accesses = [access for own in self.used.values() for access in own]
         self.gaps = gaps_of(self.accesses)
         self.num_steps = len(self.used)
-        self._lower: list[tuple[Leads, Evictions, int]] = []
+        self._lower: dict[int, tuple[Evictions, int]] = {}
         """What may leave the tier below the device for each plan of the device, and ahead by how much."""
 
     def decided(self, ahead: int) -> list[Leads]:
@@ -201,14 +200,13 @@ class _Planner:
         upper = self._upper.leads(ahead)
         if len(self.tiers.tiers) < 3 or self.tiers.tiers[1].capacity is None:
             return [upper]
-        known = next((one for one in self._lower if one[0] is upper), None)
-        if known is None:
+        if id(upper) not in self._lower:  # plans of the device are kept
             settle(self.gaps, upper, self.num_steps)
             below, num_steps = self._accesses_below(self._woven_above(), self.gaps)
             evictions = self._evictions(1, below, gaps_of(below), num_steps)
-            known = upper, evictions, -(-num_steps // self.num_steps)
-            self._lower.append(known)
-        return [upper, known[1].leads(ahead * known[2])]
+            self._lower[id(upper)] = evictions, -(-num_steps // self.num_steps)
+        evictions, times = self._lower[id(upper)]
+        return [upper, evictions.leads(ahead * times)]
 
     @cached_property
     def _upper(self) -> Evictions:
@@ -323,8 +321,7 @@ class _Planner:
     ) -> Evictions:
         capacity = self.tiers.tiers[number].capacity
         assert capacity is not None, "a tier without a limit needs no plan"
-        needed = Counter(at for at, _ in {(one.at, one.chunk) for one in accesses if one.takes})
-        check_capacity(self.rank, self.tiers, number, max(needed.values(), default=0))
+        check_capacity(self.rank, self.tiers, number, most_at_a_step(accesses))
         return Evictions(accesses, gaps, num_steps, capacity)
 
     def _copies(

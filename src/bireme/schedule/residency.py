@@ -127,8 +127,8 @@ class _Entry:
 
     kind: Kind
     stage: int
-    takes: tuple[tuple[int, float], ...] = ()
-    gives: tuple[tuple[int, float], ...] = ()
+    takes: list[tuple[int, float]] = field(default_factory=list)
+    gives: list[tuple[int, float]] = field(default_factory=list)
     stashes: int = 0
     unstashes: int = 0
     posts: int = 0
@@ -202,8 +202,7 @@ class _Ledger:
     def entry(self, step: Instruction) -> _Entry:
         """What booking such an instruction does, whatever its batch."""
         entry = _Entry(step.kind, step.stage)
-        takes: list[tuple[int, float]] = []
-        gives: list[tuple[int, float]] = []
+        takes, gives = entry.takes, entry.gives
         share = 1.0 if step.half is None else 0.5
         stash, inputs = self.sizes.stash[step.stage], self.sizes.inputs[step.stage]
         recomputed = step.stage in self.recomputed
@@ -235,7 +234,6 @@ class _Ledger:
             moved = takes if step.kind is Kind.FETCH else gives
             moved += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
         entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        entry.takes, entry.gives = tuple(takes), tuple(gives)
         return entry
 
     def hold(self, holding: Holding) -> None:

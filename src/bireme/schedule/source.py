@@ -31,6 +31,12 @@ WRITTEN_OUT = 8
 """Up to so many batches a program is simply written out."""
 
 
+def repeats_of(program: Program) -> int:
+    """How often the loops of a long program are run; 0 if it is written out."""
+    repeats = {track.repeats for track in program.tracks}
+    return min(repeats) if len(repeats) == 1 and program.num_batches > WRITTEN_OUT else 0
+
+
 def fold(make: Callable[[int], Program], num_batches: int, *, shortest: int = 2) -> Program:
     """`make(num_batches)`, as a loop where it is long; `make` builds a program of so many batches, if they
     are `shortest` or more.

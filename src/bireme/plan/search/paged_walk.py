@@ -252,10 +252,8 @@ class PagedWalk:
     @staticmethod
     def _on_ranks(draft: Draft, ranks: set[int]) -> Draft:
         """The draft whose stages on these ranks recompute."""
-        rank_of_stage = draft.outline.rank_of_stage
-        return replace(
-            draft, recompute=tuple(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
-        )
+        again = (stage for stage, rank in enumerate(draft.outline.rank_of_stage) if rank in ranks)
+        return replace(draft, recompute=tuple(again))
 
     def _ranks_again(self, draft: Draft) -> set[int]:
         ranks = draft.outline.rank_of_stage

@@ -206,7 +206,8 @@ class ShardCopies:
         """A chunk of a whole version, as it is."""
         found: bytes | None = None
         for one in self.versions:
-            found = self._chunk_after(one, index, found)
+            message = one.messages[index] if index < len(one.messages) else None
+            found = None if message is None else decoded(message, found)
             if one.version == version and found is not None:
                 return found
         raise BiremeError(f"The second copy after step {version.step} is here no more.")
@@ -237,15 +238,6 @@ class ShardCopies:
         if not self.versions or index >= len(self.versions[-1].messages):
             return None
         return self.chunk(self.versions[-1].version, index)
-
-    @staticmethod
-    def _chunk_after(one: ShardVersion, index: int, before: bytes | None) -> bytes | None:
-        """A chunk of a version, from that chunk of the version before; None if the version is shorter."""
-        if index >= len(one.messages):
-            return None
-        message = one.messages[index]
-        assert message is not None, "it is whole"
-        return decoded(message, before)
 
     def _drop_oldest(self) -> None:
         """Give up the oldest version. The next one has its chunks as they are from now on."""

@@ -117,8 +117,7 @@ class SlotPool:
     that may not what was given back first.
     """
 
-    def __init__(self, name: str, num_slots: int) -> None:
-        self.name = name
+    def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free: deque[tuple[int, CopyJob | None]] = deque((slot, None) for slot in range(num_slots))
         self.peak = 0
@@ -129,18 +128,13 @@ class SlotPool:
         """How many slots nobody has."""
         return len(self._free)
 
-    @property
-    def num_held(self) -> int:
-        """How many slots somebody has."""
-        return self.num_slots - len(self._free)
-
     def take(self) -> tuple[int, CopyJob | None]:
         """A free slot, and the job to wait for before it is written to."""
         ready = (place for place, (_, job) in enumerate(self._free) if job is None or job.is_done.is_set())
         place = next(ready, 0)
         found = self._free[place]
         del self._free[place]
-        self.peak = max(self.peak, self.num_held)
+        self.peak = max(self.peak, self.num_slots - len(self._free))
         return found
 
     def give(self, slot: int, after: CopyJob | None) -> None:
@@ -194,10 +188,10 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self.memory = settings.memory(device, on_device or peaks[0], tiers.chunk_bytes)
         self.counted = peaks
         """The most chunks that windows hold on each tier."""
-        self.pools = [SlotPool("device", on_device or peaks[0])]
-        for tier, lower, peak in zip(tiers.tiers[1:], self.lower, peaks[1:], strict=True):
+        self.pools = [SlotPool(on_device or peaks[0])]
+        for lower, peak in zip(self.lower, peaks[1:], strict=True):
             lower.grow(peak)
-            self.pools.append(SlotPool(tier.name, peak))
+            self.pools.append(SlotPool(peak))
         self.ranges = _Ranges(self.memory, tiers.chunks)
         self.opened: set[Chunk] = set()
         """The chunks that must be on the device for now, between instructions."""
@@ -304,7 +298,9 @@ class ChunkStore(ChunkAccount[CopyJob]):
     def _free_slot(self, tier: int) -> tuple[int, CopyJob | None]:
         """A slot of a tier, and the job to wait for before it is written to."""
         if not self.has_room(tier):
-            raise RuntimeError(f"The {self.pools[tier].name} has no slot for a chunk. The program is wrong.")
+            raise RuntimeError(
+                f"The {self.tiers.tiers[tier].name} has no slot for a chunk. The program is wrong."
+            )
         return self.pools[tier].take()
 
     def grow(self, tier: int, num_slots: int = 1) -> None:
