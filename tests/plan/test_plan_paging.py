@@ -39,8 +39,12 @@ from bireme.schedule.checker import check
 from bireme.schedule.instruction import Item, Kind
 from bireme.schedule.paging import PagedPrograms
 from bireme.schedule.program import Program
+from bireme.schedule.residency import keeps_last_gradients
 from bireme.schedule.source import LONG
 from bireme.schedule.weave import UpdateTiming
+from bireme.simulate.costs import Costs
+from bireme.simulate.simulator import simulate
+from bireme.timeline.timeline import Timeline
 from tests.support.command import bireme, with_sets
 from tests.support.hand_plans import tiny_profile
 
@@ -498,3 +502,34 @@ def test_the_command_says_what_each_tier_takes(tmp_path: Path, capsys: pytest.Ca
     refused = bireme(capsys, *words, "--set", "memory.disk=/nowhere")
     assert refused.status == 2
     assert "memory.device is not" in refused.err
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
+@pytest.mark.parametrize("device_bytes", [500, 800])
+def test_sums_of_a_plan_that_offloads_begin_as_early_as_is_predicted(
+    schedule: str, device_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They begin before the last backward ends: no gradient leaves the device between it and the update."""
+    seen = list[tuple[Program, Costs]]()
+
+    def simulated(program: Program, costs: Costs, *rest: Any, **more: Any) -> Timeline:
+        seen.append((program, costs))
+        return simulate(program, costs, *rest, **more)
+
+    monkeypatch.setattr("bireme.plan.search.evaluator.simulate", simulated)
+    devices = tuple(Device("any", "cpu", 10**9, host_bytes_per_s=4e9) for _ in range(2))
+    both = Cluster((Server("a", devices, cards=(Card("net", (0, 1), FAST),)),))
+    names = (tuple(one.name for one in both.devices()),)
+    budgets = (Budgets(device_bytes, 10_000),)
+    paging = replace(hand_paging(), budgets=budgets, chunk_bytes=(64,), is_summed=True)
+    plan = Plan((1, 2, 3), 4, schedule, stages_per_rank=4, width=2, micro_batch_sizes=(1, 1), devices=names)
+    asked = PlanRequest(8, schedule=schedule, depth=1, width=2, memory=TierLimits(device_bytes))
+    for one in (plan, replace(plan, paging=paging)):
+        forecast_of(one, PROFILE, both, asked)
+    (_, resident), (program, paged) = seen
+    assert program.moves_memory
+    assert keeps_last_gradients(program, 0)
+    assert all(share > 0 for share in paged.early_share)
+    assert paged.early_share == resident.early_share
+    apart = replace(plan, paging=replace(paging, is_summed=False))
+    assert not keeps_last_gradients(apart.program(LONG), 0)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bireme.codec.sum_description import parse_sum_codec
-from bireme.memory.arena import Arena, Slots
+from bireme.memory.arena import PLAIN, Arena, ArenaAllocator, Slots
+from bireme.memory.system_memory import AddressRange, HostChunks
 from bireme.plan.plan import Plan
 from bireme.runtime.line_group import LineGroup
 from bireme.runtime.paging.chunk_store import PagingSettings
@@ -28,7 +29,7 @@ from bireme.wire.connection import Bell
 from tests.runtime.test_coded_sums import WIDTH, layers
 from tests.runtime.test_line_group import on_threads
 from tests.support.engine_parity import Setting, Trained, assert_equal, oracle, plan_for, train_on_threads
-from tests.support.paged import paged, sizes_of
+from tests.support.paged import CHUNK, paged, sizes_of
 from tests.support.patience import patience_s
 from tests.support.poisoned import poisoned
 from tests.support.small_models import real_batches, token_batches
@@ -123,6 +124,23 @@ def test_buckets_follow_from_the_layout_later_layers_first() -> None:
     assert [run.tolist() for run in first.flats if len(run)] == [one[2:].tolist()]
     assert second.names == ("a", "b")
     assert [run.tolist() for run in second.flats] == [one[:2].tolist(), other.tolist()]
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_buckets_are_those_of_the_memory_that_gradients_lie_in(is_paged: bool) -> None:
+    """They are found by addresses. Buckets keep the memory, so that no later gradients get its addresses."""
+    reducer = GroupReducer(SingleRankGroup(), in_background=False, overlaps=True)
+    assert reducer.arrivals is not None
+    chunks = HostChunks(1, CHUNK)
+    for number in range(5):
+        names = [f"batch {number}, {place}" for place in range(number + 1)]
+        slots = Slots({name: (4 * CHUNK // len(names),) for name in names})
+        memory: ArenaAllocator = AddressRange(chunks, 4 * 4) if is_paged else PLAIN
+        arena = Arena(slots, torch.float32, torch.device("cpu"), memory)
+        (bucket,) = reducer.arrivals(arena.views, [arena.flat], (), set())._buckets
+        assert [*bucket.names] == names
+        del arena, memory, bucket
+    reducer.close()
 
 
 def test_a_reducer_that_is_closed_waits_for_no_more_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,20 @@ def copied_by(steps: Iterable[Instruction], tiers: RankTiers) -> list[int]:
     return found
 
 
+def keeps_last_gradients(program: Program, rank: int) -> bool:
+    """Whether no gradients leave a rank's device between the last backward of their batch and its update."""
+    left = set[tuple[int, int]]()
+    for step in program.tracks[rank]:
+        page = step.page
+        if step.kind is Kind.EVICT and page and (page.item, page.tier) == (Item.GRADIENT, 0):
+            left.add((step.stage, step.batch))
+        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            left.discard((step.stage, step.batch))
+        elif step.kind is Kind.UPDATE and (step.stage, step.batch) in left:
+            return False
+    return True
+
+
 _WHAT = ("weights", "gradients", "optimizer", "activations", "inputs", "receive buffers", "workspace")
 
 

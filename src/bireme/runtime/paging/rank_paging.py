@@ -11,9 +11,9 @@ from bireme.errors import BiremeError
 from bireme.memory.system_memory import give_back_large_blocks
 from bireme.runtime.paging.chunk_store import ChunkStore, PagingSettings
 from bireme.runtime.paging.stage_memory import PagedStage, StageMemory
-from bireme.schedule.instruction import Instruction, Item, Kind
+from bireme.schedule.instruction import Instruction
 from bireme.schedule.program import Program
-from bireme.schedule.residency import copied_in_bytes
+from bireme.schedule.residency import copied_in_bytes, keeps_last_gradients
 from bireme.schedule.tiers import Chunk, RankTiers
 
 
@@ -81,17 +81,8 @@ class RankPaging:
 
     @property
     def keeps_last_gradients(self) -> bool:
-        """Whether no gradients leave the device between the last backward of their batch and its update."""
-        left = set[tuple[int, int]]()
-        for step in self._program.tracks[self._rank]:
-            page = step.page
-            if step.kind is Kind.EVICT and page and (page.item, page.tier) == (Item.GRADIENT, 0):
-                left.add((step.stage, step.batch))
-            elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                left.discard((step.stage, step.batch))
-            elif step.kind is Kind.UPDATE and (step.stage, step.batch) in left:
-                return False
-        return True
+        """As the function of that name says."""
+        return keeps_last_gradients(self._program, self._rank)
 
     def stage(self, stage: int) -> StageMemory:
         """The memory of a stage."""
