@@ -356,6 +356,83 @@ def test_with_too_few_machines_the_run_waits_for_others() -> None:
     assert story.trains == (3, "ad")
 
 
+def test_a_phase_that_fails_at_a_newcomer_is_followed_by_one_over_the_machines_before() -> None:
+    """Its files cannot be written there, which shows once the phase before has ended. Another start of its
+    `bireme join` is tried again.
+    """
+    story = Story(replace(RULES, wait_s=0.0), "ab")
+    story.progress(20)
+    story.come("c")
+    story.turn(10.0)
+    story.ready(0.1)
+    story.end(1, a=0, b=0)
+    assert story.trains == (2, "abc")
+    story.end(2, a=2, b=2, c=2)
+    story.turn()
+    assert story.trains == (3, "ab")
+    assert any("The run goes on without some of them." in one for one in story.said)
+    story.progress(30, first=20)
+    story.turn(100.0)
+    assert story.phases.newest == 3
+    story.lose("c")
+    story.come("c", "2")
+    story.turn(10.0)
+    assert [one.number for one in story.phases.phases_of("c")] == [4]
+
+
+def test_a_part_of_machines_on_which_no_plan_fits_is_tried() -> None:
+    """A given plan is for one number of machines."""
+    story = Story(machines="abc")
+    story.progress(20)
+    story.lose("c")
+    story.end(1, a=1, b=1)
+    story.turn()
+    story.end(2, a=2, b=2)
+    story.turn(100.0)
+    assert story.trains == (0, "")
+    story.lose("a")
+    assert story.trains == (3, "b")
+
+
+def test_a_machine_that_fails_itself_is_left_out_of_the_next_phase() -> None:
+    """It cannot fetch a piece of the data. Once its `bireme join` is started again it is used again."""
+    story = Story(machines="abc")
+    story.progress(20)
+    story.end(1, a=1, b=2, c=1)
+    story.turn()
+    assert story.trains == (2, "ac")
+    assert "The run goes on without b, whose processes have failed" in "".join(story.said)
+    story.progress(30, first=20)
+    story.turn(100.0)
+    assert story.phases.newest == 2
+    story.lose("b")
+    story.come("b", "2")
+    story.turn(10.0)
+    assert [one.number for one in story.phases.phases_of("b")] == [3]
+
+
+@pytest.mark.parametrize("step", [0, 20, 21])
+def test_a_mistake_that_the_other_machines_make_too_ends_the_run(step: int) -> None:
+    story = Story(machines="abc")
+    story.progress(20)
+    story.end(1, a=1, b=2, c=1)
+    story.turn()
+    story.progress(step)
+    story.end(2, a=2, c=1)
+    story.turn()
+    assert (story.phases.is_over, story.phases.status) == ((True, 2) if step < 21 else (False, 1))
+
+
+def test_a_run_that_ends_gives_up_the_phase_that_is_prepared() -> None:
+    """Its processes lose each other one after the other, which is no news."""
+    story = Story(replace(RULES, wait_s=0.0), "ab")
+    story.progress(20)
+    story.come("c")
+    story.turn(10.0)
+    story.end(1, a=0, b=0)
+    assert (story.phases.is_over, story.phases.unused) == (True, {2})
+
+
 def test_a_run_that_fails_without_a_lost_machine_ends() -> None:
     story = Story(machines="abc")
     story.progress(20)

@@ -10,7 +10,7 @@ Nothing here reads a clock or a socket. Events are reported with the time; `turn
 lists what a machine is to run. All of it is state, so an event that comes twice changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,6 +130,11 @@ class RunPhase:
         return max((abs(one) for own in self.statuses.values() for one in own), default=0)
 
     @property
+    def failed(self) -> list[str]:
+        """The machines of which a process has failed itself: those of others then end with another status."""
+        return [key for key, own in self.statuses.items() if _MISTAKE in own]
+
+    @property
     def is_killed(self) -> bool:
         """Whether a signal has ended a process."""
         return any(one < 0 for own in self.statuses.values() for one in own)
@@ -156,8 +161,12 @@ class RunPhases:
         self._number = 0
         self._changed_s = 0.0
         """When a machine came or went for the last time."""
-        self._refused: frozenset[str] = frozenset()
-        """Machines on which no phase could be prepared."""
+        self._refused: set[frozenset[tuple[str, str]]] = set()
+        """Sets of machines, each in one start of its `bireme join`, on which no phase could be prepared."""
+        self._failed: set[tuple[str, str]] = set()
+        """Machines of which the processes failed while those of others could go on."""
+        self._proven: frozenset[str] = frozenset()
+        """Those of the last phase that trained."""
         self._declined: frozenset[str] = frozenset()
         """Machines on which a phase would have been no gain."""
         self._stops = False
@@ -244,6 +253,7 @@ class RunPhases:
             phase.slow_s, phase.is_weighed = None, False
         elif phase.slow_s is None:
             phase.slow_s = now_s
+        self._proven = frozenset(phase.machines)
         if step > self._step:
             self._step, self._num_failures = step, 0
         if batch_s is None or phase.forecast_s is None or phase.is_compared or step - first < _LEAST_COMPARED:
@@ -315,6 +325,8 @@ class RunPhases:
         return ", ".join(self.machines[key].name for key in keys if key in self.machines)
 
     def _finish(self, status: int) -> None:
+        if self.following is not None:
+            self._give_up(self.following)
         self.is_over, self.status = True, status
 
     def _note_first(self, phase: RunPhase, first: int, now_s: float) -> None:
@@ -342,7 +354,7 @@ class RunPhases:
                 return False
             is_quiet = quiet_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)
-        return bool(there) and not there <= self._refused and not self._is_early(now_s)
+        return bool(self._usable) and not self._is_early(now_s)
 
     def _is_early(self, now_s: float) -> bool:
         """Whether machines of a run that was taken up may still call."""
@@ -355,8 +367,8 @@ class RunPhases:
         # Machines of the phase before keep their order: the first one serves the store.
         current = self.current
         before = () if current is None else current.machines
-        ordered = [key for key in before if key in self._there]
-        ordered += [key for key in self.machines if key in self._there and key not in before]
+        ordered = [key for key in before if key in self._usable]
+        ordered += [key for key in self.machines if key in self._usable and key not in before]
         self.following = RunPhase(self._number, tuple(ordered), for_slow=for_slow)
         names = self._names(ordered) + (", because a stage has become slow" if for_slow else "")
         beside = "" if current is None or current.lost else f" beside phase {current.number}, which goes on"
@@ -395,8 +407,18 @@ class RunPhases:
 
     @property
     def _there(self) -> frozenset[str]:
-        """The machines with which a new phase can be prepared."""
-        return frozenset(self.machines) - self._leaving
+        """The machines that a new phase may have."""
+        there = (key for key, one in self.machines.items() if (key, one.instance) not in self._failed)
+        return frozenset(there) - self._leaving
+
+    @property
+    def _usable(self) -> frozenset[str]:
+        """Those with which it can be prepared: all, or if that has failed, those that have trained before."""
+        found = (self._there, self._there & self._proven)
+        return next((keys for keys in found if keys and self._starts(keys) not in self._refused), frozenset())
+
+    def _starts(self, keys: Iterable[str]) -> frozenset[tuple[str, str]]:
+        return frozenset((key, self.machines[key].instance) for key in keys if key in self.machines)
 
     def _give_up(self, phase: RunPhase) -> None:
         """Go on without a phase that was prepared, though nothing of it has failed."""
@@ -404,9 +426,12 @@ class RunPhases:
         self.unused.add(phase.number)
 
     def _refuse(self, there: frozenset[str], status: int) -> None:
-        self._refused = there
+        if there <= self.machines.keys():
+            self._refused.add(self._starts(there))
         goes_on = self.current is not None and not self.current.lost
-        rest = "The phase before goes on." if goes_on else "The run waits for other machines."
+        rest = "The run waits for other machines."
+        if goes_on or self._usable:
+            rest = "The phase before goes on." if goes_on else "The run goes on without some of them."
         self._say(
             f"The run cannot be trained on {self._names(sorted(there))} (status {status}); the lines above "
             f"say why. {rest}"
@@ -429,12 +454,22 @@ class RunPhases:
             self._finish(0 if has_result else phase.worst or 1)
             return
         is_churn = bool(phase.lost) or phase.is_killed
-        if phase.number > 1 and phase.step is None and phase.worst == _MISTAKE and not is_churn:
+        is_mistake = phase.worst == _MISTAKE and not is_churn
+        # Samples that no machine can read fail again on the others. Then the run ends.
+        is_again = bool(self._failed) and self._num_failures > 0
+        if is_mistake and phase.number > 1 and phase.step is None and not is_again:
             self.current = None
             self._refuse(frozenset(phase.machines), phase.worst)
         elif phase.end != "stop":
             self._num_failures += not phase.lost
-            if not is_churn or self._num_failures > _MOST_FAILURES:
+            failed = phase.failed
+            if is_mistake and phase.step is not None and not is_again and len(failed) < len(phase.machines):
+                self._failed |= self._starts(failed)
+                self._say(
+                    f"The run goes on without {self._names(failed)}, whose processes have failed; the lines "
+                    "above say why. A machine takes part again once its bireme join is started again."
+                )
+            elif not is_churn or self._num_failures > _MOST_FAILURES:
                 self._finish(phase.worst or 1)
                 return
             rest = "the run goes on from its newest state" if self.rules.steps else "its work begins again"
@@ -464,7 +499,7 @@ class RunPhases:
         if following is not None:
             if following.forecast is not None and not is_stuck:
                 self._decide(phase, following, now_s)
-        elif there != frozenset(phase.machines) and there not in (self._declined, self._refused):
+        elif there == self._usable and there not in (frozenset(phase.machines), self._declined):
             is_quiet = now_s - self._changed_s >= patience_s
             has_reason = is_quiet or (is_stuck and not self._is_early(now_s)) or self._leaving
             if phase.step is not None and has_reason:
