@@ -351,7 +351,7 @@ class Attendance(Interruptible):
             # They may still import: the coordinator is to hear of this machine meanwhile.
             closing = threading.Thread(target=processes.close, name="bireme closing")
             closing.start()
-            self._closing.append(closing)
+            self._closing = [closing, *(one for one in self._closing if one.is_alive())]
         for orders, one in found.items():
             if orders.phase not in self._phases:
                 self._start(orders)
