@@ -287,6 +287,18 @@ def test_small_files_come_whole_and_again_only_if_they_have_changed(tmp_path: Pa
         assert (here / "config.json").read_bytes() == b"[1]"
 
 
+def test_a_whole_file_is_that_of_the_first_machine_if_another_one_lies(tmp_path: Path) -> None:
+    """It may be code. The other machine has a file of the same length and time of change, and its digests."""
+    file = placed(tmp_path / "there" / "model.py")
+    false = placed(tmp_path / "false" / "model.py", CONTENT[::-1])
+    os.utime(false, ns=(file.stat().st_mtime_ns, file.stat().st_mtime_ns))
+    with machines(tmp_path, 3, file) as found:
+        found.folders[1].served(found.runs[1].path, [str(false)])
+        (here,) = found.take(2, ["/nowhere/model.py"])
+        assert here.read_bytes() == CONTENT
+        assert any("other bytes" in one for one in found.said)
+
+
 def test_files_that_the_first_machine_has_no_more_are_removed(tmp_path: Path) -> None:
     folder = placed(tmp_path / "there" / "texts" / "one.txt").parent
     placed(folder / "two.bin")

@@ -118,7 +118,7 @@ class FetchProgress:
     """
 
     def __init__(self, tell: Tell, names: Mapping[str, str]) -> None:
-        self._tell, self._names = tell, names
+        self.tell, self._names = tell, names
         self._began_s = self._told_s = time.monotonic()
         self._expected_bytes = 0
         self.from_machines: dict[str, int] = {}
@@ -136,7 +136,7 @@ class FetchProgress:
         if time.monotonic() - self._told_s > _TOLD_S:
             self._told_s = time.monotonic()
             left = max(self._expected_bytes - done, 0)
-            self._tell(
+            self.tell(
                 f"{bytes_text(done)} of data and model files have come from {self._sources}; "
                 f"{bytes_text(left)} are left, about {seconds_text(left * took_s / done)}."
             )
@@ -150,10 +150,10 @@ class FetchProgress:
         """All that is needed at first is here; `files` are partial."""
         if self.from_machines:
             took = seconds_text(time.monotonic() - self._began_s)
-            self._tell(f"Data and model files have come from {self._sources} in {took}.")
+            self.tell(f"Data and model files have come from {self._sources} in {took}.")
         left = {file.path.name: file.num_missing_bytes() for file in files}
         if left:
             names = ", ".join(f"{name} ({bytes_text(num_bytes)})" for name, num_bytes in [*left.items()][:3])
             more = ", …" if len(left) > 3 else ""
             total = bytes_text(sum(left.values()))
-            self._tell(f"{total} more are fetched if this machine needs them: {names}{more}.")
+            self.tell(f"{total} more are fetched if this machine needs them: {names}{more}.")

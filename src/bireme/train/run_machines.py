@@ -50,7 +50,7 @@ from bireme.train.checkpoint.checkpoint import (
     step_of,
 )
 from bireme.train.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, read_manifest
-from bireme.train.fetched import FetchProgress, bring_copies, bring_first
+from bireme.train.fetched import FetchProgress, bring_copies, bring_first, is_by_need
 from bireme.train.folder import RunFolder
 from bireme.train.model import INITIAL_FILES, RunModel
 from bireme.train.resume_checks import base_folder, data_files, load_base, names_in_base
@@ -196,6 +196,22 @@ def _remove_others(folder: Path, names: Collection[str]) -> None:
     for path in [*folder.rglob("*")]:
         if path.is_file() and not is_record(path) and path.relative_to(folder).as_posix() not in names:
             remove(path)
+
+
+def _check_whole(files: Sequence[PieceFile], first: KeeperAddress, progress: FetchProgress) -> None:
+    """Have whole files as the first machine has them. They may be code, and their pieces have come from any
+    machine, with the SHA-256 that it names.
+    """
+    served = digests_at(first, [one.name for one in files], _TIMEOUT_S) if files else ()
+    for file, known in zip(files, served, strict=True):
+        if known is None:
+            raise BiremeError(f"Rank 0's machine does not give the SHA-256 of {file.name}: bireme doctor")
+        if disk.digest_of(file.path) == known:
+            continue
+        progress.tell(f"Another machine has other bytes of {file.path.name}. Rank 0's are taken.")
+        remove(file.path)
+        for again in _begun({file.name: (file.path, file.identity)}):
+            fetch_pieces(again, again.missing(), lambda: [first], _TIMEOUT_S, came=progress)
 
 
 def fetch_folder(address: KeeperAddress, to: Path) -> None:
@@ -430,6 +446,7 @@ class MachineFolders:
             files_begun = _begun(places)
             self.serve_roots(folder, [here.get(path, path) for path in paths])
             bring_first(files_begun, progress)
+            _check_whole([one for one in files_begun if not is_by_need(one)], first, progress)
         # Paths of earlier starts stay: this machine finds them in the run file if it becomes the first.
         before = folder.fetched_paths().items()
         known = {path: own for path, own in before if not Path(path).exists()} | here
