@@ -2,6 +2,7 @@
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -359,9 +360,19 @@ def test_a_start_that_is_over_replaces_nothing() -> None:
 
 def test_a_bounded_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     limit: Any = keeper_module.RateLimit(1000.0)
+    monkeypatch.setattr(limit._lifted, "wait", waits.append)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     for _ in range(3):
         limit.wait(500, 0.0)
     assert waits == [0.5, 1.0, 1.5]
+
+
+def test_a_rate_is_lifted_for_a_piece_that_waits_already() -> None:
+    """It took long on a busy machine, and the end of a phase waited for it three times as long."""
+    limit = keeper_module.RateLimit(None)
+    waiting = threading.Thread(target=limit.wait, args=(1, 1e6), daemon=True)
+    waiting.start()
+    limit.lift()
+    waiting.join(patience_s())
+    assert not waiting.is_alive()

@@ -287,7 +287,8 @@ class Mirror:
         """Return once this machine has all that it keeps copies of, or cannot have it now. Training is over,
         so only a rate that the user has set still holds.
         """
-        if not self._has_rate:
+        if not self._has_rate and self._limit is not None:
+            self._limit.lift()  # a piece that took long is waited for three times as long
             self._limit = None
         self._over.set()
         for thread in self._threads:

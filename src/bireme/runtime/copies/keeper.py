@@ -60,17 +60,22 @@ class RateLimit:
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._lock, self._free_s = threading.Lock(), 0.0
+        self._lifted = threading.Event()
+
+    def lift(self) -> None:
+        """Bound nothing any more, also for those that wait."""
+        self._lifted.set()
 
     def wait(self, num_bytes: int, took_s: float) -> None:
         """Wait after `num_bytes`, which took `took_s` to cross."""
         if self._bytes_per_s is None:
-            time.sleep(took_s * (1.0 / HEAL_SHARE - 1.0))
+            self._lifted.wait(took_s * (1.0 / HEAL_SHARE - 1.0))
             return
         with self._lock:
             now_s = time.monotonic()
             self._free_s = max(self._free_s, now_s - took_s) + num_bytes / self._bytes_per_s
             left_s = self._free_s - now_s
-        time.sleep(max(left_s, 0.0))
+        self._lifted.wait(max(left_s, 0.0))
 
 
 class RequestConnection(MessageConnection):
