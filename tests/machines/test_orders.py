@@ -88,7 +88,7 @@ def test_a_record_that_contradicts_itself_is_not_believed(
 
 def begun(folder: Path) -> tuple[Meeting, list[RecordedMachine]]:
     meeting, kept = Meeting(folder, RUN), list[RecordedMachine]()
-    meeting.gathering.keep = lambda _, machines: kept.extend(machines)
+    meeting.gathering.keep = lambda _, machines, __: kept.extend(machines)
     for key, name in ((BLUE, "blue"), (GREEN, "green")):
         meeting.join(key, name, meeting.token())
     meeting.gathering.turn()

@@ -185,6 +185,19 @@ def test_a_phase_that_is_taken_up_goes_on_with_the_machines_that_call() -> None:
     assert (story.phases.following.number, story.phases.following.machines) == (6, ("a", "b"))
 
 
+def test_a_phase_that_was_stopped_for_another_one_when_its_coordinator_was_lost_is_not_the_end() -> None:
+    """Some machines may not have been told to stop."""
+    story = Story()
+    story.phases.take_up(1, 2, {"a": "1", "b": "1"}, 0.0, switches=True)
+    story.come("ab")
+    story.turn(50.0)
+    assert (story.trains, story.phases.newest) == ((1, "ab"), 2)
+    assert story.phases.phases_of("a")[0].end == "stop"
+    story.end(1, a=0, b=0)
+    story.turn()
+    assert story.trains == (3, "ab")
+
+
 def test_a_phase_that_failed_before_it_is_taken_up_is_followed_once_its_machines_have_called() -> None:
     """The first that called trained alone, also if it reported its progress before its processes ended."""
     for others, after_s, trains, step in (("b", 0.0, "ab", 0), ("b", 0.0, "ab", 7), ("", 10.0, "a", 7)):

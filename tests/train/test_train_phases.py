@@ -9,13 +9,15 @@ import pytest
 
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.extent import TRY_ALL
+from tests.support.paced_samples import GATE
 from tests.support.patience import patience_s
-from tests.support.training import GPT, Running, metrics, settings, write_run
+from tests.support.training import GPT, Running, losses, metrics, settings, write_run
 from tests.train.test_train_joined import closing, command, coordinating, ended, lines_of
 
 pytestmark = pytest.mark.slow
 _ALL_ONLY = pytest.mark.skipif(not TRY_ALL, reason="three machines for half a minute: make test-all")
 PACED = "tests.support.paced_samples:paced"
+FAILING = "tests.support.paced_samples:failing_once"
 PACE_S = 0.02
 LARGER = "gpt:layers=4,width=64,heads=2,vocab=257,context=32"
 """Large enough that a third stage is predicted to save time, also if a busy machine measures slow lines."""
@@ -154,6 +156,45 @@ def test_a_pipeline_whose_coordinator_is_killed_goes_on_once_it_is_started_again
     starts = metrics(tmp_path / "runs" / "run", "start")
     assert [len(one["devices"]) for one in starts] == [2, 2]
     assert starts[1]["step"] >= 10
+
+
+@_ALL_ONLY
+def test_a_run_whose_coordinator_is_killed_while_it_switches_phases_goes_on(tmp_path: Path) -> None:
+    """The phase before has ended in order on all machines, and is not the end of the run."""
+    run = planned(tmp_path, "allreduce", model=LARGER)
+    more = ("--machines", "3", "--no-devices", *settings(training__steps=40, training__batch_size=12))
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more))
+        others = joining(tmp_path, stack, red, "blue", "green", "gold")
+        others["blue"].wait_for_step(5)
+        others["gold"].process.send_signal(signal.SIGHUP)
+        red.wait_for_words("Phase 2 follows on ")
+        red.process.kill()
+        red.process.wait(patience_s())
+        (red,) = closing(stack, coordinating(tmp_path, run, *more))
+        found = [ended(one) for one in (red, *others.values())]
+    assert [status for status, *_ in found] == [0, 0, 0, 0], found
+    assert {*losses(tmp_path / "runs" / "run")} == {*range(1, 41)}
+
+
+@_ALL_ONLY
+def test_a_machine_that_cannot_read_the_data_is_left_out_of_the_next_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, gate = tmp_path / "mark", tmp_path / "gate"
+    monkeypatch.setenv("BIREME_TEST_MARK", str(mark))
+    monkeypatch.setenv(GATE, str(gate))
+    gate.write_text("1000000")
+    run, more = planned(tmp_path, "allreduce", data=FAILING), settings(training__steps=40)
+    with ExitStack() as stack:
+        (red,) = closing(stack, coordinating(tmp_path, run, *more, pace_s=PACE_S))
+        blue = joining(tmp_path, stack, red, "blue")["blue"]
+        red.wait_for_step(5)
+        mark.touch()
+        found = [ended(one) for one in (red, blue)]
+    assert [status for status, *_ in found] == [0, 0], found
+    assert "whose processes have failed" in found[0][2]
+    assert [len(one["devices"]) for one in metrics(tmp_path / "runs" / "run", "start")] == [2, 1]
 
 
 @_ALL_ONLY

@@ -115,11 +115,11 @@ class Gathering:
         self._lines, self._line_key = LineTable(), new_key()
         self._lock = threading.RLock()
         self._documents: dict[int, list[str]] = {}
-        self._kept = (0, 0)
-        """The phase that trains, or did last, and the newest one then."""
-        self.keep: Callable[[int, tuple[RecordedMachine, ...]], None] = lambda _, __: None
-        """Called with the number of the newest phase, and with the machines of the one that trains, before
-        machines get orders for another phase.
+        self._kept = (0, 0, False)
+        """The phase that trains, or did last, the newest one then, and whether it was to stop for another."""
+        self.keep: Callable[[int, tuple[RecordedMachine, ...], bool], None] = lambda *_: None
+        """Called with the number of the newest phase, the machines of the one that trains, and whether it
+        is to stop for another, before machines hear of that.
         """
         self._has_closed = False
         self._is_cut_short = False
@@ -133,17 +133,19 @@ class Gathering:
         self._able = set[str]()
         """Keys of the deputies that have it."""
 
-    def take_up(self, newest: int, machines: Sequence[RecordedMachine]) -> None:
-        """Go on with a run that a coordinator has left, with these machines in the phase that trains."""
+    def take_up(self, newest: int, machines: Sequence[RecordedMachine], *, switches: bool = False) -> None:
+        """Go on with a run that a coordinator has left, with these machines in the phase that trains, or that
+        is to stop for another one if it `switches`.
+        """
         number = machines[0].orders.phase
         self._orders[number] = {one.public: one.orders for one in machines}
-        self._kept = number, 0
+        self._kept = number, 0, switches
         for one in machines:
             is_own = one.public == self._own.public
             made = _Member(one.public, one.name, one.address, one.offer, 0.0, is_own, number, is_gone=True)
             self._members[one.public] = made
         gone = {one.public: one.offer.instance for one in machines}
-        self.phases.take_up(number, newest, gone, time.monotonic())
+        self.phases.take_up(number, newest, gone, time.monotonic(), switches=switches)
         names = ", ".join(one.name for one in machines)
         self._tell(
             f"The run that this coordinator has left is taken up. Phase {number} trains on {names}: they "
@@ -294,7 +296,7 @@ class Gathering:
                         "orders": asdict(self._orders[phase.number][public]),
                         "goes": phase.goes,
                         "end": phase.end,
-                        "switches": self.phases.following is not None,
+                        "switches": self.phases.is_switching,
                     }
                     for phase in self.phases.phases_of(public)
                     if phase.number in self._orders
@@ -398,15 +400,18 @@ class Gathering:
 
     def _keep_phase(self) -> None:
         current = self.phases.current
-        if current is None or self._kept == (current.number, self.phases.newest):
+        if current is None:
             return
-        self._kept = current.number, self.phases.newest
+        state = current.number, self.phases.newest, self.phases.is_switching
+        if self._kept == state:
+            return
+        self._kept = state
         machines = [
             RecordedMachine(public, one.name, one.address, one.offer, orders)
             for public, orders in self._orders[current.number].items()
             if (one := self._members.get(public)) is not None
         ]
-        self.keep(self.phases.newest, tuple(machines))
+        self.keep(self.phases.newest, tuple(machines), self.phases.is_switching)
 
     def end(self) -> None:
         """From now on every machine is told that the run has ended, and none waits for this one."""

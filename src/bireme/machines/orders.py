@@ -139,12 +139,14 @@ ORDERS = TypeAdapter(MachineOrders)
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """Who takes part in the phase that trains, with which orders, in the order of their numbers. The
-    coordinator has listened at `port`, and `newest` is the newest phase that has had orders.
+    coordinator has listened at `port`, and `newest` is the newest phase that has had orders. It `switches`
+    if the phase that trains is to stop for another one.
     """
 
     newest: Annotated[int, Ge(1)]
     port: Annotated[int, Ge(1), Le(65535)]
     machines: Annotated[tuple[RecordedMachine, ...], Len(1, 10_000)]
+    switches: bool = False
 
     def __post_init__(self) -> None:
         if wrong := next(self._contradictions(), None):

@@ -181,14 +181,19 @@ class RunPhases:
         self._ended: tuple[float, float] | None = None
         """When the phase before was asked to end, and when it had ended."""
 
-    def take_up(self, number: int, newest: int, gone: dict[str, str], now_s: float) -> None:
+    def take_up(
+        self, number: int, newest: int, gone: dict[str, str], now_s: float, *, switches: bool = False
+    ) -> None:
         """Go on with a phase that a coordinator has left, after phases up to `newest`. `gone` has the
-        instances of its machines, in the order of their ranks: none of them has called yet.
+        instances of its machines, in the order of their ranks: none of them has called yet. If it `switches`
+        it is to stop, or has stopped, for another phase.
         """
         lost = {key: (now_s, instance) for key, instance in gone.items()}
         self.current = RunPhase(
             number, tuple(gone), goes=True, forecast=PhaseForecast(), lost=lost, went_s=now_s
         )
+        if switches:
+            self._end(self.current, "stop", now_s)
         self._number, self.has_begun, self._changed_s = newest, True, now_s
         self._awaited, self._taken_up_s = frozenset(gone), now_s
 
@@ -310,6 +315,11 @@ class RunPhases:
         return found
 
     @property
+    def is_switching(self) -> bool:
+        """Whether the phase that trains is to stop for another one."""
+        return self.current is not None and self.current.end == "stop" and not self._stops
+
+    @property
     def newest(self) -> int:
         """The number of the newest phase."""
         return self._number
@@ -428,7 +438,7 @@ class RunPhases:
     def _refuse(self, there: frozenset[str], status: int) -> None:
         if there <= self.machines.keys():
             self._refused.add(self._starts(there))
-        goes_on = self.current is not None and not self.current.lost
+        goes_on = self.current is not None and not (self.current.lost and self._needs_all(self.current))
         rest = "The run waits for other machines."
         if goes_on or self._usable:
             rest = "The phase before goes on." if goes_on else "The run goes on without some of them."

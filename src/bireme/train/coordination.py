@@ -83,7 +83,7 @@ class Coordination(Interruptible):
         )
         record = read_record(self._path, run)
         if record is not None:
-            self._gathering.take_up(record.newest, record.machines)
+            self._gathering.take_up(record.newest, record.machines, switches=record.switches)
             known = next((one.address for one in record.machines if one.public == own.public), host)
             if takes_part and known != host:
                 tell(f"{host} takes no part in the training: the run knows this machine as {known}.")
@@ -190,11 +190,11 @@ class Coordination(Interruptible):
             else:
                 tell(f"The model was fetched from {name}: {self._model}")
 
-    def _keep(self, newest: int, machines: tuple[RecordedMachine, ...]) -> None:
+    def _keep(self, newest: int, machines: tuple[RecordedMachine, ...], switches: bool) -> None:
         """Keep the record of the run on the disk."""
         is_first = not self._path.exists()
         try:
-            write_record(self._path, RunRecord(newest, self._listener.port, machines))
+            write_record(self._path, RunRecord(newest, self._listener.port, machines, switches))
         except (BiremeError, OSError) as error:
             tell(f"If this command is killed, it cannot take the run up: {error}")
         else:

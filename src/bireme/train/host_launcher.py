@@ -279,7 +279,7 @@ def train_on_host(
         tell(str(failure))
         if own.copies and not came:
             raise RunLostError from None
-        if isinstance(failure, RankFailed | WeightsLost):
+        if isinstance(failure, RankFailed | WeightsLost) and not orders.start.is_phase:
             tell(_WAY_ON)
         raise SystemExit(1) from None
     if outcomes is None and not until(lambda: bool(host.how_it_ended()), _END_S):
