@@ -35,6 +35,13 @@ def tell(sentence: str) -> None:
     print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
+def reason_of(error: Exception) -> str:
+    """Why something failed, without the number that Python puts before it and the address that it puts
+    behind it.
+    """
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition(" (while ")[0]
+
+
 def printable(text: object, kept: str = "") -> str:
     """A text of a file, a model or another machine. Letters that a terminal acts on become question marks."""
     return "".join(one if one.isprintable() or one in kept else "?" for one in str(text))

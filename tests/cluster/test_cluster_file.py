@@ -103,7 +103,7 @@ DEVICE = '[[server.device]]\nkind = "cpu"\nmemory_bytes = 1e9\n'
 MISTAKES = [
     ("format = 2\n" + SERVER + DEVICE, "format is 2; it must be 1."),
     ("serve = 1\n", "unknown key 'serve'. Did you mean 'server'?"),
-    ("", "lacks server (the servers)."),
+    ("", "lacks server (the servers: a table [[server]] for each; `bireme cluster discover"),
     ("server = []\n", "server is empty"),
     ("[server]\nname = 'x'\n", "two pairs of brackets, [[server]]."),
     (SERVER, "lacks server[0].device (its devices)."),

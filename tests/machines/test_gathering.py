@@ -17,10 +17,10 @@ from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.admission import AdmissionToken, change_admissions, issue_tokens
-from bireme.machines.findings import Finding
+from bireme.machines.findings import Finding, fails
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.keys import HOME, MachineKey
-from bireme.machines.line import check_between
+from bireme.machines.line import DoctorListener, check_between
 from bireme.machines.measured_lines import MeasuredLine
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
@@ -303,6 +303,25 @@ def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
     assert not failures(blue.call(meeting.token()))
     assert [text.partition(":")[0] for text in said] == ["The line to the coordinator broke"] * 2
     assert said[1].endswith("nothing has come for 5 s. This machine calls again.")
+
+
+def test_a_machine_that_was_admitted_is_known_though_a_check_of_its_line_fails(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its token it read, the next time, that it had not joined before; revoked or not."""
+    monkeypatch.setattr(attendance, "check_between", lambda *_: iter([fails("ports", "one is closed.", "")]))
+    blue = meeting.machine(BLUE, "blue")
+    assert failures(blue.call(meeting.token()))
+    assert known_coordinator(meeting.address) == OWN.public
+    change_admissions(meeting.list, lambda found: found.marked("blue", is_revoked=True))
+    with pytest.raises(BiremeError, match="The key of blue has been revoked"):
+        meeting.machine(BLUE, "blue").call()
+
+
+def test_the_reason_why_a_port_cannot_be_opened_is_one_sentence(meeting: Meeting) -> None:
+    """It ended with Python's words about an address."""
+    with pytest.raises(BiremeError, match=r"here: Address already in use\. Name another one"):
+        DoctorListener(meeting.address, "token", FACTS, lambda _: None)
 
 
 def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

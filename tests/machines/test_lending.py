@@ -100,6 +100,17 @@ def test_limits_that_cannot_be_kept_are_refused(
         set_limits(*limits)
 
 
+def test_more_memory_than_there_is_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(MEMORY_VARIABLE, "")
+    set_limits("1GiB", "", "")
+    assert not capsys.readouterr().err
+    set_limits("1000TiB", "", "")
+    assert "bireme: --memory is 1000TiB, and " in (said := capsys.readouterr().err)
+    assert said.endswith(" are free here: this machine offers these.\n")
+
+
 def test_devices_are_counted_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b,GPU-c")
     monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 2)

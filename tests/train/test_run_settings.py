@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from bireme.errors import BiremeError
+from bireme.train.folder import tell_defaults
 from bireme.train.run_file import RunFile, load_run_file
 from bireme.train.run_file.text import synonyms, toml_value
 from tests.support.extent import examples
@@ -188,3 +189,17 @@ def test_words_may_be_in_other_letters(text: str, table: str, key: str, value: s
 def test_a_run_file_of_another_kind_is_answered_with_the_command_that_writes_one(tmp_path: Path) -> None:
     with pytest.raises(BiremeError, match=r"run files are TOML. `bireme init config\.toml` writes one"):
         load_run_file(tmp_path / "config.yaml")
+
+
+def test_a_run_file_without_a_model_and_data_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty file trained the demonstration, and no line said so."""
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 3\n")
+    for sets in (["model.source=gpt:layers=2"], ["data.source=texts"]):
+        tell_defaults(load_run_file(path, sets), path)
+    tell_defaults(load_run_file(), None)
+    assert not capsys.readouterr().err
+    tell_defaults(load_run_file(path), path)
+    assert "no data.source: this trains the demonstration, gpt:layers=4," in capsys.readouterr().err

@@ -174,11 +174,13 @@ def _listening(
 def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tuple[RunOffer, Path]":
     """The run that is asked for, with a name and absolute paths, and its folder."""
     from bireme.machines.orders import RunOffer
-    from bireme.train.folder import RunFolder, load_asked
+    from bireme.train.folder import RunFolder, load_asked, tell_defaults
     from bireme.train.run_data import completed
     from bireme.train.run_file import to_toml
 
-    run = completed(load_asked(run_file, sets))
+    asked = load_asked(run_file, sets)
+    tell_defaults(asked, run_file)
+    run = completed(asked)
     folder = RunFolder.named(run, datetime.now()).path
     with suppress(OSError):  # machines that share the folder are to see it; rank 0 says what is wrong
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +297,7 @@ def join(
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.live_view import live_view
-    from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+    from bireme.train.attendance import Attendance, failures, known_coordinator
 
     address = named or address_of(_found_address())
     own_hours = DailyHours.parse(hours) if hours else None
@@ -326,8 +328,6 @@ def join(
     attendance.wait_for_hours()
     found = attendance.call("" if given is None else given.secret)
     refuse_failing(failures(found))
-    if given is not None and found:
-        note_coordinator(address, public)
     os.environ.setdefault("MASTER_ADDR", address[0])  # others call at the card that leads there
     tell(f"This machine offers {attendance.offer.sentence}. Waiting for the other machines.")
     with live_view():

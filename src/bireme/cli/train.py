@@ -65,10 +65,10 @@ def train(
         return
     if not dry_run:
         supervised(partial(resumed, restarts=restarts, anyway=anyway, as_json=as_json))
-    from bireme.train.folder import RunFolder, load_asked
+    from bireme.train.folder import RunFolder, load_asked, tell_defaults
 
     run = load_asked(run_file, sets)
-
+    tell_defaults(run, run_file)
     if not dry_run:
         RunFolder.check_new(run)  # now too, for what comes next may take long
     begin()

@@ -337,7 +337,9 @@ class _ClusterFile(_Table):
     format: Literal[1] = 1
     switch: SwitchTable | None = None
     route: Annotated[list[RouteTable], _list_of_tables("route")] = []
-    server: Annotated[list[ServerTable], _list_of_tables("server")] = Field(description="the servers")
+    server: Annotated[list[ServerTable], _list_of_tables("server")] = Field(
+        description="the servers: a table [[server]] for each; `bireme cluster discover --output` writes them"
+    )
 
 
 def load_cluster(text: str) -> Cluster:

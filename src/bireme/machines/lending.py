@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from bireme.bounds import bytes_of, bytes_per_s_of
-from bireme.cluster.machine import MEMORY_VARIABLE
+from bireme.bounds import bytes_of, bytes_per_s_of, bytes_text
+from bireme.cluster.machine import MEMORY_VARIABLE, available_bytes
 from bireme.devices import VISIBLE, num_accelerators
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.machines.keys import HOME
 from bireme.wire.listener import RATE_VARIABLE
 
@@ -83,6 +83,8 @@ def set_limits(memory: str, devices: str, rate: str) -> None:
         num_bytes = bytes_of(memory, "--memory")
         if num_bytes < LEAST_MEMORY_BYTES:
             raise BiremeError(f"--memory is {memory!r}: lend at least 1GiB; a number alone is in bytes.")
+        if (free := available_bytes()) < num_bytes:
+            tell(f"--memory is {memory}, and {bytes_text(free)} are free here: this machine offers these.")
         os.environ[MEMORY_VARIABLE] = str(num_bytes)
     if rate:
         os.environ[RATE_VARIABLE] = str(round(bytes_per_s_of(rate, "--rate")))

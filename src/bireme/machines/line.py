@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from bireme.errors import BiremeError, printable
+from bireme.errors import BiremeError, printable, reason_of
 from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
@@ -80,7 +80,7 @@ class LineListener(ABC):
         try:
             listening = open_port(interface_of(host), port)
         except OSError as error:
-            raise BiremeError(f"Port {port} cannot be opened here: {error.strerror}. {remedy}") from None
+            raise BiremeError(f"Port {port} cannot be opened here: {reason_of(error)}. {remedy}") from None
         self.port: int = listening.getsockname()[1]
         self._thread = ListenerThread(key, [listening], self._take, name)
 
@@ -168,7 +168,7 @@ def _call_back(host: str, port: int, key: str) -> str:
     try:
         call_port((host, port), key, TIMEOUT_S / 2).close()  # the other end waits for the answer meanwhile
     except (OSError, BiremeError) as error:
-        return str(error) or type(error).__name__
+        return reason_of(error)
     return ""
 
 
@@ -283,7 +283,7 @@ def _greeted(address: Address, listening: _Listening) -> socket.socket:
         text = f"{host}:{port} does not answer: it is off, or a firewall drops packets."
         remedy = f"Let TCP port {port} in there (such as `ufw allow {port}/tcp`), and in its router."
     except OSError as error:
-        text = f"no way leads to {host}:{port}, or a firewall rejects calls: {error.strerror or error}."
+        text = f"no way leads to {host}:{port}, or a firewall rejects calls: {reason_of(error)}."
         remedy = (
             f"Check the cable, that both machines are in one network or VPN, and that TCP port {port} is let "
             "in there."
@@ -371,7 +371,9 @@ def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
             took_s = time.perf_counter() - began_s
             taken.append((took_s, there_s - began - took_s / 2))
     except (OSError, ValueError, KeyError) as error:
-        yield fails("line", f"the line broke while small messages crossed: {error}.", "Check the network.")
+        yield fails(
+            "line", f"the line broke while small messages crossed: {reason_of(error)}.", "Check the network."
+        )
         return
     round_s = median(took for took, _ in taken)
     yield well("latency", f"{1e3 * round_s:.2f} ms there and back", round_s)
@@ -404,7 +406,7 @@ def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
                 towards = _call_back(peer, there, key)
             line.ask("tried")
         except (OSError, ValueError, KeyError) as broken:
-            back = str(broken)
+            back = reason_of(broken)
     allow = "`ufw allow from"
     for error, text, source in (
         (
@@ -455,7 +457,7 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             yield fails(
                 "large messages",
-                f"small messages cross, and large ones {way} do not ({error}): {_MTU[0]}.",
+                f"small messages cross, and large ones {way} do not ({reason_of(error)}): {_MTU[0]}.",
                 _MTU[1],
             )
             return

@@ -24,7 +24,7 @@ import torch
 
 from bireme.cluster.machine import available_bytes, num_cores
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError, Tell
+from bireme.errors import BiremeError, Tell, reason_of
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
@@ -210,7 +210,7 @@ class Attendance(Interruptible):
             except (OSError, ValueError, KeyError) as error:
                 if not calls_left:
                     raise self._broken(error) from None
-                found, sentence = [], f"broke: {error}"
+                found, sentence = [], f"broke: {reason_of(error)}"
             else:
                 failing = [one for one in found if one.verdict == Verdict.FAILS]
                 if not calls_left or not failing or any(one.check not in _UNSURE for one in failing):
@@ -230,6 +230,7 @@ class Attendance(Interruptible):
         found, self._line = self._called(self._address)
         if self._line is not None:
             self._ask("admit", secret=secret, name=self._name)
+            note_coordinator(self._address, self._coordinator)  # whatever the checks find
             found += check_between(self._line, self._facts)
         return found
 
@@ -286,8 +287,8 @@ class Attendance(Interruptible):
         return self._num_interrupts > 0 or self._is_leaving
 
     def _broken(self, error: Exception) -> BiremeError:
-        where = _place(self._address)
-        return BiremeError(f"The line to the coordinator at {where} broke: {error}. Check it: bireme doctor")
+        where, why = _place(self._address), reason_of(error)
+        return BiremeError(f"The line to the coordinator at {where} broke: {why}. Check it: bireme doctor")
 
     def _run(self) -> int:
         heard_s = time.monotonic()
@@ -568,9 +569,8 @@ class Attendance(Interruptible):
         if self._line is None:
             return
         self._ask("admit", secret="", name=self._name)
+        note_coordinator(address, self._coordinator)
         self._ask("offer", offer=asdict(self.offer))
-        if address != self._address:
-            note_coordinator(address, self._coordinator)
         where = f" at {_place(address)}" if address != self._address else ""
         self._tell(f"The coordinator answers{where} again.")
         self._address, self._num_calls, self._is_silent = address, 0, False

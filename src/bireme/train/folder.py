@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bireme.documents import read_json_object
-from bireme.errors import BiremeError, Tell, system_errors
+from bireme.errors import BiremeError, Tell, system_errors, tell
 from bireme.files import write_bytes_atomically, write_text_atomically
 from bireme.sync.coordinator.samples import LEDGER
 from bireme.train.checkpoint.manifest import RECORD, read_manifest, sealed, unsealed
@@ -320,6 +320,15 @@ def load_asked(path: Path | None, sets: Sequence[str]) -> RunFile:
     if path is not None and (folder := RunFolder(path.parent)).is_begun and path.name == folder.run_file.name:
         return folder.load_run(sets)
     return with_absolute_paths(load_run_file(path, sets), Path.cwd())
+
+
+def tell_defaults(run: RunFile, path: Path | None) -> None:
+    """Say what is trained, if a run file names neither a model nor data."""
+    if path is not None and not {"source"} & (run.model.model_fields_set | run.data.model_fields_set):
+        tell(
+            f"{path} names no model.source and no data.source: this trains the demonstration, "
+            f"{run.model.source} on {run.data.source}."
+        )
 
 
 def _files_in(record: bytes, path: Path) -> dict[str, bytes]:
