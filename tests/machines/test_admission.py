@@ -90,6 +90,15 @@ def test_a_machine_takes_part_only_if_a_valid_token_admitted_it_and_nobody_revok
                     found.check(key)
 
 
+def test_a_machine_that_shows_another_token_takes_the_name_that_it_gives() -> None:
+    """`bireme join --name` was of no effect on a machine that had joined before."""
+    found = AdmissionList()
+    for name in ("blue", "azure"):
+        found, secret = found.with_token(0.0, 60.0)
+        found = found.admit(secret, KEYS[0], name, 1.0)
+    assert [one.name for one in found.machines] == ["azure"]
+
+
 def test_the_list_in_a_file_gives_no_secret_away_and_is_read_back(tmp_path: Path) -> None:
     path, secrets = tmp_path / "admitted.json", list[str]()
 

@@ -79,6 +79,26 @@ def test_a_checkpoint_of_machines_that_share_no_folder_counts_if_most_have_its_m
                 assert file.name == f"rank-{number:04d}.safetensors"
 
 
+def test_a_machine_whose_disk_is_full_reports_it_and_is_named_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only rank 0 reported it, on its own machine, as a rank without a machine."""
+    write = disk.write
+
+    def written(file: FileIO, data: memoryview) -> None:
+        if tmp_path / "1" in Path(str(file.name)).parents:
+            raise OSError(errno.ENOSPC, "no space")
+        write(file, data)
+
+    with ranks(tmp_path, 3, is_spread=True) as run:
+        monkeypatch.setattr(disk, "write", written)
+        run.save(4)
+        assert "Rank 1 on 1 could not write " in run.warnings()[0]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("bireme: Rank 1 on 1 could not write ")
+    assert said.endswith(": no space.")
+
+
 def test_the_newest_are_kept_and_older_ones_deleted(tmp_path: Path) -> None:
     for keep in (2, 3):
         folder = tmp_path / str(keep)

@@ -122,8 +122,10 @@ class AdmissionList:
         if now_s >= token.ends_s:
             raise BiremeError("The token has expired. Ask the coordinator for a new one.")
         used = tuple(replace(one, used_by=public) if one is token else one for one in self.tokens)
-        added = () if known is not None else (AdmittedMachine(public, name, now_s),)
-        return replace(self, machines=(*self.machines, *added), tokens=used)
+        if known is not None:  # by the name that it gives now
+            machines = [replace(one, name=name) if one is known else one for one in self.machines]
+            return replace(self, machines=tuple(machines), tokens=used)
+        return replace(self, machines=(*self.machines, AdmittedMachine(public, name, now_s)), tokens=used)
 
     def check(self, public: str) -> AdmittedMachine:
         """The machine with that key. Raises a `BiremeError` if it may not take part."""

@@ -18,7 +18,7 @@ from typing import Self
 
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, tell
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import Store
 from bireme.train.checkpoint import disk
@@ -455,7 +455,10 @@ class CheckpointWriter:
         try:
             entry = self._write_verified(path)
         except Exception as error:
-            why = f"Rank {self.rank} could not write {path}: {_reason(error)}."
+            where = "" if self._place is None else f" on {self._place.machines[self._place.own]}"
+            why = f"Rank {self.rank}{where} could not write {path}: {_reason(error)}."
+            if self._place is not None and self._place.own:
+                tell(why)  # rank 0 reports it on another machine
             return PartReport(rank=self.rank, step=draft.step, error=why)
         return PartReport(rank=self.rank, step=draft.step, clip_scale=draft.clip_scale, file=entry)
 
