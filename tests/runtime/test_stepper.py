@@ -1,7 +1,9 @@
 """A stepper steps as the torch optimizer does that it is made of, and a trial step leaves no trace."""
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
 from platform import machine
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from bireme.compiled import IS_COMPILED
 from bireme.errors import BiremeError
-from bireme.profile.optimizers import is_hidden_matrix
+from bireme.profile.optimizers import OPTIMIZERS, is_hidden_matrix
 from bireme.profile.trace import StorageTrace
 from bireme.runtime import trial as trial_module
 from bireme.runtime.settings import named_optimizer
@@ -116,6 +118,25 @@ def test_a_step_is_the_optimizers_own_whatever_tensors_it_is_made_on(factory: Op
     assert_equal_states(
         stepper.state_dict(), {name: plain.state(name) for name in SHAPES if plain.state(name)}
     )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_name_is_made_and_steps_without_torchs_compiler(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that comes to a run under way would import it for a second before its first batch."""
+    plain, gradients = Plain(numbers(0), factory := named_optimizer(name, lr=0.02)), some(10)
+    plain.step(gradients)
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    monkeypatch.setattr(sys, "meta_path", [_WithoutCompiler(), *sys.meta_path])
+    bank = numbers(0)
+    Stepper(bank, factory).step(bank, gradients)
+    assert_equal(bank, plain.parameters)
+
+
+class _WithoutCompiler(MetaPathFinder):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        assert fullname != "torch._dynamo"
 
 
 @pytest.mark.few(10)

@@ -220,10 +220,11 @@ def run_to_end(
 
 def _train_with_others(run_file: Path | None, sets: Sequence[str], *, anyway: bool, as_json: bool) -> None:
     """Join the run as one of torchrun's processes."""
+    from bireme.runtime.processes import has_server
     from bireme.train.folder import load_asked
 
     with suppress(BiremeError):  # rank 0 says what is wrong
-        if load_asked(run_file, sets).sync.mode != "allreduce":
+        if load_asked(run_file, sets).sync.mode != "allreduce" and not has_server():
             begin()  # this process starts the ranks of its host
     from bireme.train.launched_process import join
 

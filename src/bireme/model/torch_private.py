@@ -4,6 +4,8 @@ They can change with any version of torch. So no other file of this room imports
 take what is here, under names that say what it is for.
 """
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx import config as fx_config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import transformer
+from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 EXPORT = RLock()
@@ -138,6 +141,28 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import BackendCompilerFailed
 
     return (BackendCompilerFailed,)
+
+
+# Torch imports its compiler, which takes a second, when an optimizer is made and when it steps: only to have
+# code that is compiled leave both out. What is set here says that nothing is to be done for the first.
+_ADD_GROUP = inspect.unwrap(Optimizer.add_param_group)
+vars(_ADD_GROUP).setdefault("__dynamo_disable", _ADD_GROUP)
+
+
+def step_optimizer(own: Optimizer) -> None:
+    """What `own.step()` does, without importing torch's compiler for one of torch's optimizers."""
+    hooks = (
+        own._optimizer_step_pre_hooks,
+        own._optimizer_step_post_hooks,
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    )
+    step = inspect.unwrap(type(own).step)
+    if "torch._dynamo" in sys.modules or any(hooks) or not step.__module__.startswith("torch.optim."):
+        own.step()
+        return
+    with torch.set_grad_enabled(own.defaults.get("differentiable", False)):
+        step(own)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bireme.errors import BiremeError
 from bireme.memory.arena import PLAIN, Arena, ArenaAllocator
+from bireme.model.torch_private import step_optimizer
 from bireme.runtime.parameter_groups import (
     ParameterGroup,
     ParameterGroupPart,
@@ -486,7 +487,7 @@ def _step(optimizer: Optimizer, stepped: Sequence[Stepped], lr_factor: float) ->
             group["lr"] = rate * lr_factor
     optimizer.param_groups = groups
     try:
-        optimizer.step()
+        step_optimizer(optimizer)
     finally:
         optimizer.param_groups = all_groups
         for group, rate in zip(groups, rates, strict=True):

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from itertools import accumulate, takewhile
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -61,7 +60,7 @@ _MOST_KILLS, _SHORT_S = 3, 60.0
 """A machine gives up at this number of killed launchers in a row that have lived for less than `_SHORT_S`."""
 _MOST_KEPT, _MOST_LETTERS = 10_000, 100_000
 """Lines to keep for a coordinator that is away, and letters to send it at once."""
-INTERRUPTED = 130
+INTERRUPTED, _KNOWN = 130, "coordinators.json"
 Out = Callable[[str, str], None]
 """Prints a line of a stream, "out" or "err"."""
 
@@ -88,19 +87,15 @@ def known_coordinator(address: Address) -> str:
 def note_coordinator(address: Address, public: str) -> None:
     """Keep the public key of a coordinator that has admitted this machine."""
     known = {**_coordinators(), _place(address): public}
-    write_text_atomically(_known_path(), json.dumps(known, indent=1) + "\n")
+    write_text_atomically(key_path().with_name(_KNOWN), json.dumps(known, indent=1) + "\n")
 
 
 def _coordinators() -> dict[str, Any]:
     try:
-        found = json.loads(_known_path().read_text())
+        found = json.loads(key_path().with_name(_KNOWN).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _known_path() -> Path:
-    return key_path().with_name("coordinators.json")
 
 
 def _place(address: Address) -> str:
@@ -355,7 +350,7 @@ class Attendance(Interruptible):
             self._closing = [closing, *(one for one in self._closing if one.is_alive())]
         for orders, one in found.items():
             if orders.phase not in self._phases:
-                self._start(orders)
+                self._start(orders, None, one["trains"])
             processes = self._phases[orders.phase]
             if one["goes"]:
                 processes.go()
@@ -382,9 +377,9 @@ class Attendance(Interruptible):
                 self._beat()
                 return False
             self._tell(f"The launcher was killed by signal {-min(statuses)}. It is started again.")
-            goes = one.goes
+            goes, has_trained = one.goes, one.orders.phase in self._trained
             one.close()
-            self._start(one.orders, one)
+            self._start(one.orders, one, has_trained)
             if goes:
                 self._phases[one.orders.phase].go()
         return True
@@ -426,22 +421,23 @@ class Attendance(Interruptible):
             one.stop(switches=False)
         return None
 
-    def _start(self, orders: MachineOrders, before: JoinedProcesses | None = None) -> None:
+    def _start(
+        self, orders: MachineOrders, before: JoinedProcesses | None = None, is_late: bool = False
+    ) -> None:
         self.orders = orders
         if orders.port == self.offer.port:
             self._reserved.close()
             self._reserve()
-        show = partial(self._show, orders.phase)
-        lines = variable_of(orders.lines)
         self._phases[orders.phase] = JoinedProcesses(
             orders,
-            show,
+            partial(self._show, orders.phase),
             self._ask_keeper,
             lambda: self._keeper_address,
             self._wake.set,
             before,
-            lines,
+            variable_of(orders.lines),
             self.answer,
+            is_late,
         )
 
     def _reserve(self) -> None:

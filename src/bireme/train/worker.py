@@ -118,7 +118,7 @@ def _pipeline(part: RankPart, plan: SavedPlan) -> Pipeline:
 
 def _weights(part: RankPart, graph: Graph) -> Weights:
     """The weights to make the stages with. If a checkpoint or another replica gives them later, a function of
-    the user is not called for them again, and only the weights of the base are read from its folder.
+    the user is not called for them again, and only the weights of the base are made or read from its folder.
     """
     model, blank = part.model, placeholders(graph)
     if not part.start.resumes and (part.order is None or not part.order.is_empty):
@@ -133,7 +133,7 @@ def _weights(part: RankPart, graph: Graph) -> Weights:
         rest = [name for name in names if name not in later]
         return {**blank([name for name in names if name in later]), **(given(rest) if rest else {})}
 
-    return read if model.reads_weights else given
+    return read
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:
