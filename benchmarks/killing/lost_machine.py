@@ -116,7 +116,12 @@ class _Machines:
         self._start(name, *self._join, "--name", name)
 
     def _start(self, name: str, *words: str) -> None:
-        variables = {"BIREME_HOME": str(self._folder / name), "BIREME_CACHE": str(self._folder / "cache")}
+        # The first command compiles what was changed, as it does for a user, so that no other one has to.
+        variables = {
+            "BIREME_HOME": str(self._folder / name),
+            "BIREME_CACHE": str(self._folder / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
         with (self._folder / f"{name}.txt").open("w") as out:
             self._commands[name] = subprocess.Popen(
                 [sys.executable, "-m", "bireme", *words],
