@@ -1,6 +1,7 @@
 """The coordinator's server in this process."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 
 from bireme.balance import ShareLimits
 from bireme.errors import BiremeError
+from bireme.runtime import coordinator_client
 from bireme.runtime import coordinator_process as coordinator_server
 from bireme.runtime.coordinator_client import CoordinatorClient, Observer
 from bireme.runtime.coordinator_process import CoordinatorServer, Ledger
@@ -19,6 +21,7 @@ from bireme.sync.coordinator.host import CoordinatorCandidate, Host, beginner
 from bireme.sync.coordinator.messages import CoordinatorReply, HostStart, Incarnation, RankId
 from bireme.sync.coordinator.samples import LEDGER, Began, Committed, CoordinatorSettings, SyncMode
 from bireme.sync.coordinator.state import Tick
+from bireme.train import host_launcher
 from bireme.wire import text_server
 from bireme.wire.listener import open_port
 from tests.support.patience import patience_s
@@ -166,6 +169,29 @@ def test_launchers_hear_of_each_other_over_a_coordinator_that_does_not_coordinat
         for observer in observers:
             observer.close()
         server.close()
+
+
+def test_a_host_that_comes_back_does_not_wait_for_the_next_beat_once_the_run_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each machine that joined again waited for half a second here."""
+    monkeypatch.setattr(coordinator_client, "BEAT_S", 10 * patience_s())
+    settings = CoordinatorSettings(SyncMode.QUORUM, 1, 1, 8, ShareLimits((1,), (8,)), lease_s=3600.0)
+    server = CoordinatorServer(beginner(settings, 1), open_port("127.0.0.1"), "secret", None)
+    hosts, found = [("127.0.0.1", server.port)], list[bool]()
+    client = CoordinatorClient(hosts, "secret", RankId(0, 0, 0), lease_s=3600.0)
+    asking = threading.Thread(target=lambda: found.append(host_launcher._answers(hosts, "secret")))
+    server.start()
+    try:
+        client.say(address="")
+        found_in_word(client, lambda word: word.members or None)
+        asking.start()
+        asking.join(patience_s())
+        assert found == [True]
+    finally:
+        client.close(is_leaving=False)
+        server.close()
+        asking.join()
 
 
 def test_a_rank_that_has_the_newest_word_gets_its_place_alone_and_one_that_calls_anew_gets_all() -> None:

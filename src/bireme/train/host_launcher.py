@@ -442,4 +442,4 @@ def _answers(hosts: Sequence[Address], token: str) -> bool:
     try:
         return until(is_known, _ASK_S) and bool(observer.word.members) and not observer.word.is_lost
     finally:
-        observer.close()
+        observer.close(waits=False)
