@@ -30,6 +30,7 @@ MODULES = [
     "bireme.report.terminal",
     "bireme.train.run_file.tables",
     "bireme.train.run_file",
+    "tests.conftest",  # of the process that gives the workers of the suite their tests
 ]
 
 COMMANDS = [

@@ -6,6 +6,9 @@ template has imported is there for the processes of tests too.
 
 pytest-xdist starts `worker_client.py` in place of Python. It asks the template for a worker that has the
 client's input and output, and lives as long as that worker.
+
+The process that starts the template imports this file too and runs no test, so functions of the template
+import what imports torch.
 """
 
 import importlib
@@ -25,10 +28,6 @@ import pytest
 from hypothesis import given, settings, strategies
 
 import bireme
-from bireme.runtime.board import die_with_parent
-from bireme.runtime.fork_server import kept_for_good
-from bireme.runtime.processes import serve_from_here
-from bireme.train import captured_run
 
 __all__ = ["LARGE", "Template", "be_template"]
 
@@ -94,6 +93,10 @@ def be_template(file: int, owner_pid: int, modules: Sequence[str], words: Sequen
     """Import all of the package, these modules and the tests that these words name, and wait for clients at
     the open file of that number. It returns in each worker.
     """
+    from bireme.runtime.board import die_with_parent
+    from bireme.runtime.fork_server import kept_for_good
+    from bireme.train import captured_run
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers to act on
     die_with_parent(owner_pid)
     with kept_for_good():
@@ -156,6 +159,9 @@ def _end(_number: int, _frame: object) -> NoReturn:
 
 
 def _be_worker(client: socket.socket) -> None:
+    from bireme.runtime.board import die_with_parent
+    from bireme.runtime.processes import serve_from_here
+
     die_with_parent(os.getppid())
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
