@@ -57,6 +57,7 @@ def test_a_machine_that_leaves_is_noticed_at_once() -> None:
     assert back.detect_s == pytest.approx(COSTS.told_s)
 
 
+@pytest.mark.slow
 @examples(60, 8)
 @given(st.integers(2, 8), st.integers(0, 999), st.floats(0, 1), st.integers(0, 1))
 def test_any_trace_has_every_sample_once_and_what_costs_the_coordinator_little_changes_nothing(

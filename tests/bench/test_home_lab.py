@@ -71,6 +71,7 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_model_has_tied_weights_and_sleeps_in_every_layer() -> None:
     model, inputs = home.model()
     graph = capture(model, inputs)

@@ -54,6 +54,7 @@ def test_each_machine_is_answered_by_itself_once_and_then_all_together() -> None
     assert best[2] >= best[1] > best[0], "more devices are never slower"
 
 
+@pytest.mark.slow
 def test_changes_are_planned_again_and_memory_helps_a_plan_that_offloads() -> None:
     found = answer("gpt2-medium", "rtx3060:6GB, rtx3060:6GB @ 100Mbit/s", batch=4, within_s=120.0)
     assert found.untried == ()
@@ -67,6 +68,7 @@ def test_changes_are_planned_again_and_memory_helps_a_plan_that_offloads() -> No
     assert list(gains.values()) == sorted(gains.values(), key=lambda gain: -(gain or 0))
 
 
+@pytest.mark.slow
 def test_a_faster_link_helps_a_device_that_is_the_fastest_alone() -> None:
     """Changes were planned under the schedule of the one device, so that no other could ever join it."""
     found = answer("gpt2", "rtx3060, rtx3090 @ 650Mbit/s", train="lora", batch=8, within_s=120.0)
@@ -122,6 +124,7 @@ def test_what_fits_only_with_offloading_is_answered_so_and_compared_with_adapter
     assert same.tokens_per_s.likely == pytest.approx(lora.tokens_per_s)
 
 
+@pytest.mark.slow
 def test_without_time_the_first_plan_that_fits_with_offloading_is_the_answer() -> None:
     found = answer("gpt2-large", "rtx3060:5GB, rtx3060:5GB @ 10Gbit/s", within_s=0.0)
     row = found.rows[-1]

@@ -60,6 +60,7 @@ def test_without_lookahead_a_stage_misses_as_many_as_are_behind_it() -> None:
     assert unseen_share(4, 2) == (2 + 2 + 1 + 0) / (4 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("key", MEASURED)
 def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: str) -> None:
@@ -69,6 +70,7 @@ def test_the_steps_are_what_the_study_says(key: tuple[Rule, bool], optimizer: st
     assert (round(found.seen, 2), round(found.unseen, 2)) == (measured.seen, measured.unseen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["int8/int4", *(word for word, one in EXCESSES.items() if one.is_studied)])
 def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> None:
     counted = FINER_FORWARD[4] if word == "int8/int4" else EXCESSES[word]
@@ -78,12 +80,14 @@ def test_the_losses_of_codecs_are_what_the_study_says_and_no_less(word: str) -> 
     assert found.num_seeds == counted.num_seeds
 
 
+@pytest.mark.slow
 def test_what_an_eighth_costs_to_the_end_is_what_the_study_says() -> None:
     found = codec_law("topk:0.125:8", studied(), has_ending=False)
     assert found is not None
     assert round(found.median, 3) == EXCESSES["topk:0.125:8"].bare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_ending", [False, True])
 def test_what_topk_costs_with_muon_is_what_the_study_says(has_ending: bool) -> None:
     found = topk_with_muon(studied(), has_ending=has_ending)
@@ -91,6 +95,7 @@ def test_what_topk_costs_with_muon_is_what_the_study_says(has_ending: bool) -> N
     assert round(found, 1) == TOPK_WITH_MUON[has_ending]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agreement", STUDIED)
 def test_the_steps_of_replicas_that_average_weights_are_what_the_study_says(
     agreement: tuple[str, int],
@@ -147,6 +152,7 @@ def test_averages_under_a_fresh_rule_count_beside_what_the_rule_itself_takes() -
     assert throughput.agreement_penalty(4, "adamw", Rule.SYNCHRONOUS) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "word"), [(optimizer, word) for optimizer, found in STUDIED_SUMS.items() for word in found]
 )
@@ -157,6 +163,7 @@ def test_the_steps_of_codecs_of_sums_are_what_the_study_says(optimizer: str, wor
     assert found is None or max(round(found, 2), 1.0) == counted.steps
 
 
+@pytest.mark.slow
 def test_what_costs_steps_together_costs_no_more_than_plans_count() -> None:
     """One seed may be off by 1 % of the loss, which is 8 % of the steps."""
     found = {row.cell: row for row in studied() if is_pair(row.cell)}

@@ -111,6 +111,7 @@ def test_groups_pay_where_times_spread_and_outer_steps_where_links_are_slow() ->
     assert rates(1e3, 0.0, SiteRounds(averages=True, state_share=2.0))[1] < 0.7 * slow[1]
 
 
+@pytest.mark.slow
 def test_stages_whose_replicas_exchange_over_one_link_share_it() -> None:
     """Outer steps are rare. If the link's time counted once, half of it would seem to be the batch's own."""
     device = Device("a device", "emulated", 2**30)
@@ -126,6 +127,7 @@ def test_stages_whose_replicas_exchange_over_one_link_share_it() -> None:
     assert found[-1].samples_per_s > 4 * found[0].samples_per_s
 
 
+@pytest.mark.slow
 def test_a_rank_exchanges_the_weights_of_all_its_stages() -> None:
     device = Device("a device", "emulated", 2**30)
     cluster = Cluster((Server("one", (device,) * 4, (Bridge("bus", (0, 1, 2, 3), Link(1e3)),)),))

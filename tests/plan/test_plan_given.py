@@ -201,8 +201,8 @@ def test_a_wrong_file_is_refused_before_the_model_is_profiled(
 
 def test_a_plan_of_another_model_is_refused(run: Run) -> None:
     run("--output", "found.json")
-    save_profile(tiny_profile(layers=3), Path("profile.json"))
+    save_profile(tiny_profile(layers=2), Path("profile.json"))
     assert _refuses(
         run("--file", "found.json"),
-        "made for another model.*Its unit 7 is layers.3.attention, but here it is head",
+        "made for another model.*Its unit 5 is layers.2.attention, but here it is head",
     )

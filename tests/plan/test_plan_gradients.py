@@ -58,6 +58,7 @@ def test_sums_of_components_are_predicted_to_the_byte(width: int) -> None:
     assert predicted > width * DENSE_SUMS.hop_share(width) * found
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_gradients_that_are_kept_as_components(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_each_stage_takes_the_seconds_of_its_own_device() -> None:
     assert found.batch_s == pytest.approx(steady_s)
 
 
+@pytest.mark.usefixtures("brief_searches")
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "2bw"])
 def test_a_profile_that_is_twice_as_slow_is_half_the_speed(schedule: str) -> None:
     request = PlanRequest(8, schedule=schedule)

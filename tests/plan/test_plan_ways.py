@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -24,6 +24,7 @@ from bireme.report.plan_table import print_explanation
 from bireme.schedule.program import Rule
 from bireme.train.choices import sync_choices, with_agreement, with_choices
 from bireme.train.run_file import RunFile, load_run_file, to_toml
+from tests.support.extent import examples
 from tests.support.hand_plans import tiny_profile
 from tests.support.tiny_profiles import gpt
 
@@ -67,7 +68,7 @@ def test_the_slower_the_link_the_fewer_bytes_are_chosen() -> None:
 
 
 @given(rate=st.sampled_from(RATES), sums=st.sets(st.sampled_from(ALL[1:])), other=st.sampled_from(ALL[1:]))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_another_way_never_makes_the_choice_slower(
     rate: float, sums: set[SyncChoice], other: SyncChoice
 ) -> None:
@@ -127,6 +128,7 @@ def test_what_the_study_has_no_figure_of_is_not_proposed_and_said(
     assert any(words in note for note in ways_note(answer)[1:])
 
 
+@pytest.mark.slow
 def test_steps_of_delayed_updates_and_of_both_kinds_of_codecs_multiply() -> None:
     (best, *_) = [
         one

@@ -19,6 +19,7 @@ def plan_of(model: Model, request: PlanRequest) -> Candidate:
     return answer.best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [64, 256])
 def test_2_2b_is_planned_eight_deep_with_recomputation(batch_size: int) -> None:
     best = plan_of(GPT_2_2B, PlanRequest(batch_size, schedule="2bw"))

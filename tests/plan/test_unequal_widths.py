@@ -210,6 +210,7 @@ def answered(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer
     return found if isinstance(found, Answer) else None
 
 
+@pytest.mark.slow
 @examples(40, 12, suppress_health_check=list(HealthCheck))
 # A stage on the slow device and one of the fast devices: the one before it in their order is better.
 @example(profile_of([1, 1], [1, 1], update_s=[0, 1]), together(1.0, 0.5, 1.0), "1f1b", 2)
@@ -246,6 +247,7 @@ def test_the_plan_of_unequal_widths_is_that_of_brute_force(
         assert free.best.forecast.cost_s_per_sample <= min(least.values(), default=math.inf) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_vgg16_is_planned_as_published() -> None:
     """PipeDream's 15-1: the convolutions on 15 devices, the fully connected layers on one. Asked for by all
     that it specifies, the plan is found again.
@@ -392,6 +394,7 @@ def test_devices_that_are_scaled_by_rates_update_at_the_speed_of_their_memory() 
     assert [one.memory for one in problem.usual_resource_speeds] == pytest.approx([1, 3])
 
 
+@pytest.mark.slow
 def test_equal_devices_and_units_are_not_simulated_with_unequal_widths() -> None:
     """If equal widths are the best possible, no plan of unequal widths is simulated."""
     profile = profile_of([0.01] * 16, [0.02] * 16, boundary_bytes=[10**6] * 16)

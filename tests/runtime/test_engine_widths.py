@@ -107,6 +107,7 @@ def _trained_on(
 HELD_OUT = [*token_batches(7, 1, 50), *token_batches(2, 1, 51)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_other_widths_and_evaluates_the_same() -> None:
     """A stage is saved once, whatever its width; a batch to evaluate may have fewer samples than ranks."""
     model, data = tiny_text(tied=True, evaluates=True), token_batches(13, 4)

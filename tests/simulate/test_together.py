@@ -90,6 +90,7 @@ def test_equal_replicas_lose_nothing_but_their_messages(mode: str) -> None:
     assert ran(MODES[mode](), [Speed()] * 4).samples_per_s(2.0) >= 0.96 * ideal
 
 
+@pytest.mark.slow
 def test_one_slow_replica_holds_up_all_others_only_where_all_agree() -> None:
     """In `quorum` the shares follow, after the 20 batches that the policy looks at."""
     ideal = ran(Agreement(), slower(4.0)).samples_per_s(12.0)

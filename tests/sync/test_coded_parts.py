@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from bireme.sync.feedback import RESIDUAL
 from bireme.sync.rounds.round_group import Stamp
 from tests.runtime.test_member_sums import Mesh
 from tests.support.coded_oracle import CodedOracle
+from tests.support.extent import examples
 from tests.support.together import run_threads
 
 Gradients = Mapping[str, Tensor]
@@ -79,7 +80,7 @@ def assert_alike(members: Sequence[Member]) -> None:
             assert all(torch.equal(one[name], also[name]) for name in one)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(REPLICAS, SIZES, st.integers(1, 4), st.sampled_from(("int3", "int2", "int1")), st.booleans())
 @example(3, [0], 1, "int2", True)
 def test_what_arrives_and_what_is_unsent_are_all_that_there_was(

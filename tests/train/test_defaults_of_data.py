@@ -14,6 +14,8 @@ from bireme.train.run_data import completed, counted, data_of, tokenizer_name, w
 from bireme.train.run_file import RunFile, load_run_file
 from tests.support.tiny_project import make_project
 
+pytestmark = pytest.mark.slow  # transformers makes the model
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:

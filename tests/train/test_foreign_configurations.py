@@ -254,6 +254,7 @@ def test_init_writes_the_run_file_with_the_name_of_each_key(
     assert load_run_file(here / "run.toml").training.epochs == 4
 
 
+@pytest.mark.slow
 def test_train_shows_the_translation_and_begins_with_it(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_devices_of_two_speeds_may_share_a_batch_by_their_speed() -> None:
     assert shares_by_speed(2, [1.0, 1.0, 0.2]) == set()
 
 
+@pytest.mark.slow
 def test_after_a_loss_the_profile_is_that_of_the_phase_before(tmp_path: Path) -> None:
     """With other micro-batches it is another one, and no plan that was made ahead is for it."""
     folder, servers = RunFolder(tmp_path), wanted().cluster.servers

@@ -24,6 +24,8 @@ from tests.support.tiny_project import make_project
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 Capture = pytest.CaptureFixture[str]
 
+pytestmark = pytest.mark.slow  # transformers makes the model
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,7 +66,6 @@ def test_an_example_is_what_its_command_writes(name: str, here: Path, capsys: Ca
     assert load_run_file(Path(f"{name}.toml")).training.batch_size in (8, 32)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name for name in RECIPES if name == "lora" or (TRY_ALL and name != "machines")]
@@ -171,7 +172,6 @@ def _at_terminal(name: str) -> None:
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of Unix")
 def test_at_a_terminal_it_asks_three_questions_again_until_the_answer_is_right(here: Path) -> None:
     answers = iter(["pretrain", "nowhere", "", "data/texts"])

@@ -18,6 +18,8 @@ from tests.train.test_train_averaging import PACE_S, PACED, PACED_STEPS, STEPS, 
 from tests.train.test_train_replica_hosts import rounds_of, wait_for_members
 from tests.train.test_train_spanning_replicas import Hosts
 
+pytestmark = pytest.mark.slow
+
 BATCH = 8
 
 
@@ -37,7 +39,6 @@ def write_sites(
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shard", "mode"),
     [("optimizer", "quorum"), *([("optimizer", "diloco"), ("weights", "diloco")] if TRY_ALL else [])],
@@ -76,7 +77,6 @@ def test_sites_train_each_sample_once_and_go_on_from_a_checkpoint(
 @pytest.mark.skipif(
     not TRY_ALL, reason="launchers start a site again as they do any replica: BIREME_TESTS=all"
 )
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["diloco", "quorum"])
 @pytest.mark.parametrize("shard", ["optimizer", "weights"])
@@ -97,7 +97,6 @@ def test_a_site_of_which_a_rank_is_killed_comes_back_as_a_whole(
 
 
 @pytest.mark.skipif(not TRY_ALL, reason="two hosts for a quarter of a minute: BIREME_TESTS=all")
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_site_over_two_hosts_comes_back_as_a_whole_when_a_rank_on_one_of_them_dies(tmp_path: Path) -> None:
     """Four hosts of one device. Inside a site gradients are summed between its two hosts, each of which has a
@@ -133,7 +132,6 @@ def saved_names(run: Path) -> set[str]:
 
 
 @pytest.mark.skipif(not TRY_ALL, reason="threads do the same in tests/runtime/test_quorum_sites.py")
-@pytest.mark.slow
 def test_quorum_of_sites_of_pipelines_learns_what_one_pipeline_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
