@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from rich.console import Console
 
 from bireme.bounds import counted
 from bireme.cli.train import _how_to_resume
+from bireme.cluster.device import EngineCost
 from bireme.machines.orders import PHASE
 from bireme.report.train_table import print_summary
+from bireme.train.summary import _control
 
 STAGE = {"rank": 0, "predicted_busy_share": None, "busy_share": 0.5}
 RANK = {"rank": 0, "predicted_peak_bytes": None, "measured_peak_bytes": 4096}
@@ -116,3 +119,12 @@ def test_a_run_of_several_machines_is_resumed_by_its_coordinator(monkeypatch: py
     assert _how_to_resume(Path("runs/mine")) == "To resume: bireme resume runs/mine"
     monkeypatch.setenv(PHASE, "2")
     assert "bireme coordinate with --set log.name=mine" in _how_to_resume(Path("runs/mine"))
+
+
+def test_one_rank_that_waited_for_a_core_makes_no_slow_machine() -> None:
+    """Two ranks had a core, the third waited four times as long: the speed was reported as 0.5."""
+    prepared: Any = SimpleNamespace(profile=SimpleNamespace(engine=EngineCost(control_s=1.0)))
+    outcomes: Any = [
+        SimpleNamespace(own=SimpleNamespace(control_s=took_s)) for took_s in (1.0, 4.0, 1.25, None)
+    ]
+    assert _control(prepared, outcomes) == {"profiled_s": 1.0, "measured_s": 1.25, "speed": 0.8}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from bireme.bounds import bytes_text, rate_text
@@ -346,12 +346,14 @@ def _links(prepared: PreparedRun, outcomes: list[Outcome]) -> list[dict[str, Any
 
 
 def _control(prepared: PreparedRun, outcomes: list[Outcome]) -> dict[str, float] | None:
-    """The same piece of work when the model was profiled and, in the mean over the ranks, while it trained.
-    `speed` is that of the machine while training, relative to when it was profiled.
+    """The same piece of work when the model was profiled and, in the median over the ranks, while it trained.
+    `speed` is that of the machine while training, relative to when it was profiled. One rank that waited long
+    for a core would spoil a mean.
     """
     engine = None if prepared.profile is None else prepared.profile.engine
     took_s = [one.own.control_s for one in outcomes if one.own.control_s]
     if engine is None or not engine.control_s or not took_s:
         return None
-    speed = engine.control_s / fmean(took_s)
-    return {"profiled_s": engine.control_s, "measured_s": fmean(took_s), "speed": speed}
+    measured_s = median(took_s)
+    speed = engine.control_s / measured_s
+    return {"profiled_s": engine.control_s, "measured_s": measured_s, "speed": speed}
