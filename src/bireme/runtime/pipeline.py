@@ -247,7 +247,7 @@ class Pipeline:
                 lambda: self._updates.scale,
                 averaging.rebuilt,
                 averages.donated,
-                replica=self.layout.replica,
+                self.layout.replica,
             )
             self._updates.before_update = donations.before_update
         tell = settings.on_instruction or teller(world)

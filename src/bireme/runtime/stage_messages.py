@@ -96,33 +96,28 @@ class _Outgoing:
         return found
 
 
+@dataclass(eq=False)
 class StageMessages:
     """Moves the messages of one rank. `begin` says which batches they are about, and by which codecs."""
 
-    feed: Feed
+    _routes: Routes
+    _boundaries: Boundaries
+    _transport: Transport
+    _device: torch.device
+    _own_codecs: LinkCodecs = NO_CODECS
+    feed: Feed = field(init=False)
 
-    def __init__(
-        self,
-        routes: Routes,
-        boundaries: Boundaries,
-        transport: Transport,
-        device: torch.device,
-        codecs: LinkCodecs = NO_CODECS,
-    ) -> None:
-        self._routes, self._num_stages = routes, routes.num_stages
-        self._boundaries = boundaries
-        self._transport = transport
-        self._device = device
+    def __post_init__(self) -> None:
         # Sockets cannot read what lies on an accelerator: there messages go through pinned host memory.
-        self._memory = torch.device("cpu") if transport.is_host else device
-        self._is_staged = self._memory.type != device.type
+        self._memory = torch.device("cpu") if self._transport.is_host else self._device
+        self._is_staged = self._memory.type != self._device.type
         self._made: dict[Message, _Tensors] = {}
         """Messages made here that are not sent yet, or are for another stage of this rank."""
         self._awaited: dict[Message, Arrival] = {}
         self._outgoing = defaultdict[tuple[bool, int], _Outgoing](_Outgoing)
         """By direction and receiving stage."""
         self._coding = Coding()
-        self._own_codecs = self._codecs = codecs
+        self._codecs = self._own_codecs
         self.receive_bytes = 0
         """Of receives posted and not yet used."""
         self.most_receive_bytes = 0
@@ -171,7 +166,7 @@ class StageMessages:
 
     def take(self, step: Instruction) -> _Tensors:
         """What an instruction needs from a neighboring stage; waits until it is there."""
-        key = step.needs(self._num_stages)
+        key = step.needs(self._routes.num_stages)
         if key is None:
             return {}
         here = self._here(key)
@@ -184,7 +179,7 @@ class StageMessages:
 
     def put(self, step: Instruction, tensors: _Tensors) -> None:
         """What an instruction made for a neighboring stage."""
-        key = step.makes(self._num_stages)
+        key = step.makes(self._routes.num_stages)
         if key is not None:
             self._made[key] = tensors
 

@@ -61,6 +61,7 @@ class FinishedBatch:
     reduced: Reduced
 
 
+@dataclass(eq=False)
 class Updates:
     """Makes the weight versions of one rank's stages; `batches` are those under way, which they write to.
 
@@ -68,31 +69,24 @@ class Updates:
     may be elsewhere, or be used up, when the last stage has its own.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        batches: Batches,
-        reducer: Reducer,
-        settings: UpdateSettings,
-        *,
-        norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None,
-    ) -> None:
-        self._norms_of = norms_of
-        self._stages = stages
-        self._batches = batches
-        self._reducer = reducer
-        self._tries = any(stage.banks.is_fresh for stage in stages.values())
-        self.settings = settings
-        self.finished: list[FinishedBatch] = []
-        """Batches that are done and not yet taken."""
-        self.scale = 1.0
-        """The last known factor that brings the gradient's norm down to the limit."""
-        self.votes: Callable[[], float] = lambda: 0.0
-        """What this rank gives along with a batch, to be summed over all."""
-        self.more: Callable[[int], Sequence[float]] | None = None
-        """What else it gives along with the batch of that number."""
-        self.before_update: Callable[[Stage, int], None] | None = None
-        """Is called before a stage makes the update of a batch."""
+    _stages: Mapping[int, Stage]
+    _batches: Batches
+    _reducer: Reducer
+    settings: UpdateSettings
+    norms_of: Callable[[Mapping[str, Tensor]], PieceNorms] | None = None
+    finished: list[FinishedBatch] = field(default_factory=list)
+    """Batches that are done and not yet taken."""
+    scale: float = 1.0
+    """The last known factor that brings the gradient's norm down to the limit."""
+    votes: Callable[[], float] = lambda: 0.0
+    """What this rank gives along with a batch, to be summed over all."""
+    more: Callable[[int], Sequence[float]] | None = None
+    """What else it gives along with the batch of that number."""
+    before_update: Callable[[Stage, int], None] | None = None
+    """Is called before a stage makes the update of a batch."""
+
+    def __post_init__(self) -> None:
+        self._tries = any(stage.banks.is_fresh for stage in self._stages.values())
 
     def before_backward(self, step: Instruction, portion: Portion) -> None:
         """If a stage begins its last backward of a batch, its gradients go to sums as they come."""
@@ -149,11 +143,11 @@ class Updates:
 
     def _note_norms(self, step: Instruction) -> None:
         """Look at a stage's gradients of a batch while they are on the device, if they may leave it."""
-        if self._norms_of is not None:
+        if self.norms_of is not None:
             own = self._stages[step.stage].part(step.batch).sums()
             held = {name: view for name, view in own.items() if view is not None}
             # What replicas own pieces of has no other rank that counts it.
-            norms = self._norms_of(held) if own.parts is None else piece_norms([*held.values()])
+            norms = self.norms_of(held) if own.parts is None else piece_norms([*held.values()])
             self._batches[step.batch].norms[step.stage] = norms
 
     def wait(self, batch: int) -> None:

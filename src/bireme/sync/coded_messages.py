@@ -207,6 +207,7 @@ class _UnderWay:
     pending: Waiting
 
 
+@dataclass(eq=False)
 class Messages:
     """Encodes pieces, sends each to its owner, and adds up those that come, each member's times its factor.
     Without a coder all are sent as they are. An owner adds its own part as it is.
@@ -216,18 +217,14 @@ class Messages:
     decode, the owner too. What it has not sent of a sum counts as a rest of its own part.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        coder: Coder | None,
-        factors: Sequence[float],
-        sent: SentBytes,
-        *,
-        to_all: bool = False,
-        of_sums: Coder | None = None,
-    ) -> None:
-        self._group, self._coder, self._factors, self._sent = group, coder, factors, sent
-        self._to_all, self._of_sums = to_all, of_sums
+    group: Group
+    coder: Coder | None
+    factors: Sequence[float]
+    sent: SentBytes
+    to_all: bool = False
+    of_sums: Coder | None = None
+
+    def __post_init__(self) -> None:
         self._parts: deque[_UnderWay] = deque()
         self._num_added = 0
         """Of the first parts: they are added up already."""
@@ -268,23 +265,23 @@ class Messages:
             one.settle()
 
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
-        lengths = [[_most_bytes(self._coder, one) for one in own] for own in pieces]
+        lengths = [[_most_bytes(self.coder, one) for one in own] for own in pieces]
         device = next(one.target.device for own in pieces for one in own)
         most_bytes = sum(_aligned(one) for of_own in lengths for one in of_own)
         message = torch.empty(most_bytes, dtype=torch.uint8, device=device)
         end, ends = 0, [0]
         for own, of_own in zip(pieces, lengths, strict=True):
             for place, one in enumerate(own):
-                if one.is_own and not self._to_all:
+                if one.is_own and not self.to_all:
                     continue
-                length = of_own[place] = _encode(self._coder, one, message[end:])
+                length = of_own[place] = _encode(self.coder, one, message[end:])
                 if one.residual is not None and not one.is_own:
                     part = self._room_like(one.target, 1)
-                    one.residual.sub_(_decode(self._coder, one, message[end : end + length], part))
+                    one.residual.sub_(_decode(self.coder, one, message[end : end + length], part))
                 end += _aligned(length)
             ends.append(end)
-        if self._to_all:
-            lengths = lengths * self._group.size
+        if self.to_all:
+            lengths = lengths * self.group.size
             return self._sent_to_all(pieces, self._lengths_of_all(lengths, device), message[:end])
         given = [end - begin for begin, end in pairwise(ends)]
         return self._exchanged(pieces, self._lengths_of_all(lengths, device), message[:end], given)
@@ -293,10 +290,10 @@ class Messages:
         self, pieces: Sequence[Sequence[Piece]], lengths: Sequence[Sequence[int]], message: Tensor
     ) -> _UnderWay:
         """Send all others a message, which comes here too."""
-        given = [len(message)] * self._group.size
-        given[self._group.rank] = 0
-        some = self._exchanged(pieces, lengths, message.repeat(self._group.size - 1), given)
-        some.messages[self._group.rank] = message
+        given = [len(message)] * self.group.size
+        given[self.group.rank] = 0
+        some = self._exchanged(pieces, lengths, message.repeat(self.group.size - 1), given)
+        some.messages[self.group.rank] = message
         return some
 
     def _exchanged(
@@ -308,45 +305,45 @@ class Messages:
     ) -> _UnderWay:
         """Send each of the others its part of `given`. What comes has these lengths, by member."""
         sizes = [sum(map(_aligned, of_member)) for of_member in lengths]
-        sizes[self._group.rank] = 0
+        sizes[self.group.rank] = 0
         taken = given.new_empty(sum(sizes))
-        self._sent.sent += given.nbytes
-        pending = self._group.exchange(given, given_sizes, taken, sizes)
+        self.sent.sent += given.nbytes
+        pending = self.group.exchange(given, given_sizes, taken, sizes)
         return _UnderWay(pieces, lengths, [*torch.split(taken, sizes)], given, pending)
 
     def _lengths_of_all(self, lengths: Sequence[list[int]], device: torch.device) -> Sequence[Sequence[int]]:
         """How long the messages of this member's pieces are, of every member."""
-        group = self._group
+        group = self.group
         num_own = len(lengths[group.rank])
-        if not isinstance(self._coder, Threshold):
+        if not isinstance(self.coder, Threshold):
             return [lengths[group.rank]] * group.size
         given = torch.tensor([one for own in lengths for one in own], dtype=torch.int64, device=device)
         taken = given.new_empty(group.size * num_own)
-        self._sent.sent += given.nbytes - num_own * given.itemsize
+        self.sent.sent += given.nbytes - num_own * given.itemsize
         group.exchange(given, [*map(len, lengths)], taken, [num_own] * group.size).wait()
         return [one.tolist() for one in taken.view(group.size, num_own)]
 
     def _add_up(self, some: _UnderWay) -> None:
         """Decode all members' messages, in their order."""
         some.pending.wait()
-        rank, ends = self._group.rank, [0] * self._group.size
-        own = some.pieces[0 if self._to_all else rank]
+        rank, ends = self.group.rank, [0] * self.group.size
+        own = some.pieces[0 if self.to_all else rank]
         for place, one in enumerate(own):
             # What goes as it is lies where its sum belongs, and is read before.
-            is_free = self._to_all or one.residual is not None
+            is_free = self.to_all or one.residual is not None
             total = one.target if is_free else self._room_like(one.target, 0)
             for member, message in enumerate(some.messages):
                 begin, length = ends[member], some.lengths[member][place]
                 ends[member] += _aligned(length)
                 part = self._room_like(one.target, 1) if member else total
-                if member != rank or self._to_all:
-                    _decode(self._coder, one, message[begin : begin + length], part)
+                if member != rank or self.to_all:
+                    _decode(self.coder, one, message[begin : begin + length], part)
                 else:
                     part.copy_(one.wanted)
                 if member == rank and one.residual is not None:
                     one.residual.sub_(part)
-                if self._factors[member] != 1.0:
-                    part.mul_(self._factors[member])
+                if self.factors[member] != 1.0:
+                    part.mul_(self.factors[member])
                 if member:
                     total.add_(part)
             if not is_free:
@@ -359,16 +356,16 @@ class Messages:
             self._num_added -= 1
         else:
             self._add_up(some)
-        if self._of_sums is not None:
+        if self.of_sums is not None:
             if len(self._sums) > NUM_IN_FLIGHT:
                 self._take_sums(self._sums.popleft())
-            self._sums.append(self._begin_sums(some.pieces, self._of_sums))
+            self._sums.append(self._begin_sums(some.pieces, self.of_sums))
 
     def _begin_sums(self, pieces: Sequence[Sequence[Piece]], coder: Coder) -> _UnderWay:
         """Encode the sums of this member's pieces, and have them as others decode them."""
-        own, factor = pieces[self._group.rank], self._factors[self._group.rank]
+        own, factor = pieces[self.group.rank], self.factors[self.group.rank]
         lengths = [[_most_bytes(coder, one) for one in some] for some in pieces]
-        sizes = [*map(_aligned, lengths[self._group.rank])]
+        sizes = [*map(_aligned, lengths[self.group.rank])]
         device = next(one.target.device for some in pieces for one in some)
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for one, out in zip(own, torch.split(message, sizes), strict=True):
@@ -387,7 +384,7 @@ class Messages:
             end = 0
             for one, length in zip(own, lengths, strict=True):
                 if not one.is_own:
-                    _decode(self._of_sums, one, message[end : end + length], one.target)
+                    _decode(self.of_sums, one, message[end : end + length], one.target)
                 end += _aligned(length)
 
     def _room_like(self, tensor: Tensor, which: int) -> Tensor:

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from statistics import fmean, median
@@ -359,31 +359,26 @@ class _Wish(IntEnum):
     DONE = 3
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """`newest` is the step of the last one that was written, `has_led` whether no other replica led to the
     end of the run, as far as is known here. `meta` is what each of them says of the run.
     """
 
-    def __init__(
-        self,
-        run: RunFile,
-        writer: CheckpointWriter | LeaderWriter,
-        meta: CheckpointMeta,
-        stops: Stops,
-        member: MortalReplica | None,
-        not_saved: frozenset[str],
-    ) -> None:
-        self.meta = meta
-        self.newest: int | None = None
-        self.has_led = True
-        self.tries_again = False
-        """Whether the last checkpoint failed before, and waits for room."""
-        self._run, self._writer, self._stops, self._member = run, writer, stops, member
-        self._not_saved = not_saved
-        self._snapshot_bytes = 0
-        """Of this rank's part of the last checkpoint that was asked for."""
-        self._asked: int | None = None
-        """The step of the last checkpoint that was asked for."""
+    _run: RunFile
+    _writer: CheckpointWriter | LeaderWriter
+    meta: CheckpointMeta
+    _stops: Stops
+    _member: MortalReplica | None
+    _not_saved: frozenset[str]
+    newest: int | None = None
+    has_led: bool = True
+    tries_again: bool = False
+    """Whether the last checkpoint failed before, and waits for room."""
+    _snapshot_bytes: int = 0
+    """Of this rank's part of the last checkpoint that was asked for."""
+    _asked: int | None = None
+    """The step of the last checkpoint that was asked for."""
 
     def is_due(self, step: int) -> bool:
         """Whether so many steps have passed that a checkpoint is due."""

@@ -4,6 +4,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -32,6 +33,7 @@ _LOOK_S = 0.5
 Found = TypeVar("Found")
 
 
+@dataclass(eq=False)
 class ForOthers:
     """What one rank of a replica has; sums are those that its `lines` keep. All share the agent's `changed`.
 
@@ -40,22 +42,16 @@ class ForOthers:
     or the next that the donor begins, and says which rounds are in it.
     """
 
-    def __init__(
-        self,
-        replica: int,
-        lines: Callable[[], Sequence[RoundLine]],
-        changed: threading.Condition,
-        *,
-        of_batches: bool,
-        kept_bytes: int = KEPT_BYTES,
-    ) -> None:
-        self._replica, self._lines, self._changed = replica, lines, changed
-        self._of_batches, self._kept_bytes = of_batches, kept_bytes
-        self.peak_bytes = 0
-        """The most that sums and snapshots for other replicas took at a time."""
-        self._snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = {}
-        """With where the run was then: the rounds of each line that are in it, and the window."""
-        self._is_closed = False
+    _replica: int
+    _lines: Callable[[], Sequence[RoundLine]]
+    _changed: threading.Condition
+    of_batches: bool
+    kept_bytes: int = KEPT_BYTES
+    peak_bytes: int = 0
+    """The most that sums and snapshots for other replicas took at a time."""
+    _snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = field(default_factory=dict)
+    """With where the run was then: the rounds of each line that are in it, and the window."""
+    _is_closed: bool = False
 
     def note(self, word: CoordinatorReply) -> None:
         """Let go of what all others have."""
@@ -63,7 +59,7 @@ class ForOthers:
         with self._changed:
             self._snapshots = {name: one for name, one in self._snapshots.items() if name in asked}
         for line, kept in zip(self._lines(), word.kept, strict=False):
-            if self._of_batches:
+            if self.of_batches:
                 kept = max(kept, min([line.next - MOST_FOR_MEMBERS, *asked]))  # noqa: PLW2901
             with self._changed:
                 free = [line.kept.pop(number) for number in list(line.kept) if number < kept]
@@ -79,12 +75,12 @@ class ForOthers:
     def is_full(self, line: RoundLine) -> bool:
         """Whether others have to catch up first, as this rank keeps all that it can for them."""
         kept = line.kept.values()
-        return len(kept) >= LEAST_KEPT and sum(one.num_bytes for one in kept) >= self._kept_bytes
+        return len(kept) >= LEAST_KEPT and sum(one.num_bytes for one in kept) >= self.kept_bytes
 
     def due(self, word: CoordinatorReply, batch: int) -> int | None:
         """The name of a snapshot that another replica waits for, if one is due before a batch's update."""
         names = self._asked(word) - self._snapshots.keys()
-        if self._of_batches:
+        if self.of_batches:
             return batch if batch in names else None
         return min((name for name in names if name <= batch), default=None)
 
@@ -131,7 +127,7 @@ class ForOthers:
 
     def _is_past(self, name: int) -> bool:
         """Whether the rank has had its batch before which a snapshot was due."""
-        return self._of_batches and self._lines()[0].next > name + _MOST_ROUNDS
+        return self.of_batches and self._lines()[0].next > name + _MOST_ROUNDS
 
     def _found(
         self, made: socket.socket, find: Callable[[], Found | None], is_over: Callable[[], bool]

@@ -24,26 +24,21 @@ from bireme.sync.rounds.contribution import Digest, digest_of
 from bireme.sync.rounds.round_group import LineBroken
 
 
+@dataclass(eq=False)
 class Donations:
     """Takes snapshots for other replicas, of all stages of a rank right before the first of them is updated
     from a batch: updates of a batch follow each other. What replicas have `rebuilt` by themselves is not in
     them; what `more` gives is.
     """
 
-    def __init__(
-        self,
-        agent: ExchangeAgent,
-        stages: Mapping[int, Stage],
-        clip_scale: Callable[[], float],
-        rebuilt: frozenset[str],
-        more: Callable[[], Mapping[str, Tensor]],
-        *,
-        replica: int,
-    ) -> None:
-        self._agent, self._stages, self._clip_scale = agent, stages, clip_scale
-        self._rebuilt, self._more, self._replica = rebuilt, more, replica
-        self._updated = -1
-        """The last batch that a stage was updated from."""
+    _agent: ExchangeAgent
+    _stages: Mapping[int, Stage]
+    _clip_scale: Callable[[], float]
+    _rebuilt: frozenset[str]
+    _more: Callable[[], Mapping[str, Tensor]]
+    _replica: int
+    _updated: int = -1
+    """The last batch that a stage was updated from."""
 
     def before_update(self, _stage: Stage, batch: int) -> None:
         """A stage is about to make the update of a batch."""
@@ -245,7 +240,7 @@ class QuorumAgreement:
             """
             return {} if feedback is None else feedback_sections(feedback, feedback.num_batches, layout)
 
-        donations = Donations(self.agent, stages, scale, self.rebuilt, unsent, replica=layout.replica)
+        donations = Donations(self.agent, stages, scale, self.rebuilt, unsent, layout.replica)
 
         def before(stage: Stage, batch: int) -> None:
             digests.before_update(stage, batch)

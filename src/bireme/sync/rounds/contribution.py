@@ -145,25 +145,20 @@ class Summed:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class CodedFlats:
     """How the contributions to a round of that `number` are added up; `coded` is what large tensors go
     through, but those in `plain`. `views` are the tensors in a contribution's flats. Members may hold those
     in `apart` in other flats too, so each of these is summed by itself.
     """
 
-    def __init__(
-        self,
-        number: int,
-        views: FlatViews,
-        coded: GradientSummation | None,
-        sent: SentBytes,
-        *,
-        plain: Collection[str] = (),
-        apart: Collection[str] = (),
-    ) -> None:
-        self._number, self._views, self._coded, self._sent = number, views, coded, sent
-        self._plain, self._apart = plain, apart
-        self.streams: Mapping[str, HostStream] = {}
+    number: int
+    views: FlatViews
+    coded: GradientSummation | None
+    sent: SentBytes
+    plain: Collection[str] = ()
+    apart: Collection[str] = ()
+    streams: Mapping[str, HostStream] = field(default_factory=dict)
 
     def sum(
         self,
@@ -174,29 +169,29 @@ class CodedFlats:
         sender: int,
     ) -> tuple[bytes, Mapping[str, Tensor]]:
         """Write the sum over a group; gives which tensors any member has, the bases and the components."""
-        names = [*self._views.slots]
+        names = [*self.views.slots]
         # Contributions that do not say so have all of their tensors.
         holds = own.holds or bytes([1]) * len(names)
         held = {name for name, one in zip(names, holds, strict=True) if one}
         streams = {name: replace(one, factor=factors[group.rank]) for name, one in self.streams.items()}
-        gradients = BatchGradients(self._views.in_(into), held, into, streams=streams)
+        gradients = BatchGradients(self.views.in_(into), held, into, streams=streams)
         for flat, mine in zip(into, own.flats, strict=True):
             flat.copy_(mine)
-        coded = self._coded or GradientSummation()
+        coded = self.coded or GradientSummation()
         coded.sum(
             group,
             names,
             gradients,
             SLICE_BYTES,
-            self._sent,
-            batch=self._number,
+            self.sent,
+            batch=self.number,
             factors=factors,
             sender=sender,
-            plain=self._plain,
-            apart=self._apart,
+            plain=self.plain,
+            apart=self.apart,
         )
         if streams:
-            merge_components(group, gradients, self._sent)
+            merge_components(group, gradients, self.sent)
         more = {f"{BASIS}/{name}": one for name, one in coded.common.items()}
         more |= labelled(gradients.components)
         return bytes(name in gradients.held for name in names) if own.holds else b"", more
