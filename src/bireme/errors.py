@@ -55,7 +55,16 @@ def system_errors(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BiremeError(f"{what}: {error.strerror or error}. {remedy}".rstrip()) from error
+        raise BiremeError(f"{what}: {reason_of(error)}. {remedy}".rstrip()) from error
+
+
+@contextmanager
+def errors_of(source: object) -> Iterator[None]:
+    """Begin a `BiremeError` of the block with the source that is wrong, such as the path of a file."""
+    try:
+        yield
+    except BiremeError as error:
+        raise BiremeError(f"{source}: {error}") from None
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ from bireme.cluster.cluster import (
 from bireme.cluster.device import FASTEST, Device
 from bireme.cluster.named_machines import machines_of
 from bireme.documents import read_toml
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError, closest, errors_of
 from bireme.files import write_text_atomically
 
 # A cluster as the text of `cluster.toml`: equal devices and servers counted, a word on every unit.
@@ -367,10 +367,8 @@ def example_names() -> tuple[str, ...]:
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file."""
     file = read_toml(path, _ClusterFile)
-    try:
+    with errors_of(path):
         return _cluster(file)
-    except BiremeError as error:
-        raise BiremeError(f"{path}: {error}") from None
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:

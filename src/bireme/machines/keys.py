@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 
 HOME = "BIREME_HOME"
 """The environment variable that names the folder of the key, if it is not `~/.config/bireme`."""
@@ -64,17 +64,13 @@ def own_key(path: Path | None = None) -> MachineKey:
         raise BiremeError(
             "The key of a machine needs the package cryptography: pip install 'bireme[encryption]'."
         )
-    try:
+    remedy = f"Name in {HOME} a folder that you may write."
+    with system_errors(f"The key of this machine cannot be kept in {path}", remedy):
         if not path.exists():
             _make(path)
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise BiremeError(f"Others can read {path}, the key of this machine. Run: chmod 600 {path}")
         text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise BiremeError(
-            f"The key of this machine cannot be kept in {path}: {error.strerror or error}. Name in {HOME} a "
-            "folder that you may write."
-        ) from error
     if not re.match(HEX_KEY, text):
         raise BiremeError(
             f"{path} does not hold the key of a machine. Remove it for a new key; coordinators must then "

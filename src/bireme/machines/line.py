@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from bireme.errors import BiremeError, printable, reason_of
+from bireme.errors import BiremeError, printable, reason_of, system_errors
 from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
@@ -77,10 +77,8 @@ class LineListener(ABC):
 
     def __init__(self, address: Address, remedy: str, key: str | KeyOf, name: str) -> None:
         host, port = address
-        try:
+        with system_errors(f"Port {port} cannot be opened here", remedy):
             listening = open_port(interface_of(host), port)
-        except OSError as error:
-            raise BiremeError(f"Port {port} cannot be opened here: {reason_of(error)}. {remedy}") from None
         self.port: int = listening.getsockname()[1]
         self._thread = ListenerThread(key, [listening], self._take, name)
 

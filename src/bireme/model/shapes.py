@@ -4,7 +4,9 @@ Sizes are enough to count parameters, operations and bytes, without torch and wi
 itself is built by `sources.py`.
 """
 
+import tomllib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -165,102 +167,28 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 _HEAD_WIDTHS = {"gemma2": 256, "qwen3": 128, "qwen3_moe": 128, "gpt_oss": 64}
 """Of a family whose heads do not divide the width, unless a configuration gives another."""
 
-_SIZES = ("layers", "width", "inner_width", "heads", "shared_heads", "vocab", "context")
-"""What the numbers of a built-in shape are."""
 
-_BUILT_IN: dict[str, dict[str, tuple[int, int, int, int, int, int, int]]] = {
-    "llama": {
-        "llama-2-7b": (32, 4096, 11008, 32, 32, 32000, 4096),
-        "llama-2-13b": (40, 5120, 13824, 40, 40, 32000, 4096),
-        "llama-2-70b": (80, 8192, 28672, 64, 8, 32000, 4096),
-        "llama-3-8b": (32, 4096, 14336, 32, 8, 128256, 8192),
-        "llama-3-70b": (80, 8192, 28672, 64, 8, 128256, 8192),
-        "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128256, 131072),
-        "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128256, 131072),
-        "llama-3.2-1b": (16, 2048, 8192, 32, 8, 128256, 131072),
-        "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128256, 131072),
-        "tinyllama-1.1b": (22, 2048, 5632, 32, 4, 32000, 2048),
-        "smollm2-135m": (30, 576, 1536, 9, 3, 49152, 8192),
-        "smollm2-360m": (32, 960, 2560, 15, 5, 49152, 8192),
-        "smollm2-1.7b": (24, 2048, 8192, 32, 32, 49152, 8192),
-    },
-    "mistral": {"mistral-7b": (32, 4096, 14336, 32, 8, 32000, 32768)},
-    "qwen2": {
-        "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 151936, 32768),
-        "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 151936, 32768),
-        "qwen2.5-3b": (36, 2048, 11008, 16, 2, 151936, 32768),
-        "qwen2.5-7b": (28, 3584, 18944, 28, 4, 152064, 32768),
-        "qwen2.5-14b": (48, 5120, 13824, 40, 8, 152064, 32768),
-        "qwen2.5-32b": (64, 5120, 27648, 40, 8, 152064, 32768),
-        "qwen2.5-72b": (80, 8192, 29568, 64, 8, 152064, 32768),
-    },
-    "qwen3": {
-        "qwen3-0.6b": (28, 1024, 3072, 16, 8, 151936, 40960),
-        "qwen3-1.7b": (28, 2048, 6144, 16, 8, 151936, 40960),
-        "qwen3-4b": (36, 2560, 9728, 32, 8, 151936, 40960),
-        "qwen3-8b": (36, 4096, 12288, 32, 8, 151936, 40960),
-        "qwen3-14b": (40, 5120, 17408, 40, 8, 151936, 40960),
-        "qwen3-32b": (64, 5120, 25600, 64, 8, 151936, 40960),
-    },
-    "gemma2": {
-        "gemma-2-2b": (26, 2304, 9216, 8, 4, 256000, 8192),
-        "gemma-2-9b": (42, 3584, 14336, 16, 8, 256000, 8192),
-        "gemma-2-27b": (46, 4608, 36864, 32, 16, 256000, 8192),
-    },
-    "phi3": {
-        "phi-3-mini": (32, 3072, 8192, 32, 32, 32064, 4096),
-        "phi-4": (40, 5120, 17920, 40, 10, 100352, 16384),
-    },
-    "gpt2": {
-        "gpt2": (12, 768, 3072, 12, 12, 50257, 1024),
-        "gpt2-medium": (24, 1024, 4096, 16, 16, 50257, 1024),
-        "gpt2-large": (36, 1280, 5120, 20, 20, 50257, 1024),
-        "gpt2-xl": (48, 1600, 6400, 25, 25, 50257, 1024),
-    },
-    "mixtral": {
-        "mixtral-8x7b": (32, 4096, 14336, 32, 8, 32000, 32768),
-        "mixtral-8x22b": (56, 6144, 16384, 48, 8, 32768, 65536),
-    },
-    "qwen3_moe": {
-        "qwen3-30b-a3b": (48, 2048, 768, 32, 4, 151936, 40960),
-        "qwen3-235b-a22b": (94, 4096, 1536, 64, 4, 151936, 40960),
-    },
-    "gpt_oss": {
-        "gpt-oss-20b": (24, 2880, 2880, 64, 8, 201088, 131072),
-        "gpt-oss-120b": (36, 2880, 2880, 64, 8, 201088, 131072),
-    },
-}
-
-_UNUSUAL: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": {"experts": 8, "active_experts": 2},
-    "mixtral-8x22b": {"experts": 8, "active_experts": 2},
-    "qwen3-30b-a3b": {"experts": 128, "active_experts": 8},
-    "qwen3-235b-a22b": {"experts": 128, "active_experts": 8},
-    "gpt-oss-20b": {"experts": 32, "active_experts": 4},
-    "gpt-oss-120b": {"experts": 128, "active_experts": 4},
-    "gemma-2-27b": {"head_width": 128},
-    **{
-        name: {"tied": True}
-        for name in (
-            *("llama-3.2-1b", "llama-3.2-3b", "smollm2-135m", "smollm2-360m", "smollm2-1.7b"),
-            *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"),
-        )
-    },
-}
+@cache
+def _built_in() -> dict[str, TransformerShape]:
+    """The built-in shapes by name."""
+    families = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    found = {}
+    for family, shapes in families.items():
+        for name, given in shapes.items():
+            usual = {"head_width": _HEAD_WIDTHS.get(family, given["width"] // given["heads"])}
+            found[name] = _shape(name, family, usual | given)
+    return found
 
 
 def built_in_shapes() -> tuple[str, ...]:
     """The names of the built-in shapes."""
-    return tuple(name for shapes in _BUILT_IN.values() for name in shapes)
+    return tuple(_built_in())
 
 
 def shape_of(text: str) -> TransformerShape:
     """The built-in shape of that name, or the shape of the model in a folder with a `config.json`."""
-    for family, shapes in _BUILT_IN.items():
-        if text.lower() in shapes:
-            given: dict[str, Any] = dict(zip(_SIZES, shapes[text.lower()], strict=True))
-            given["head_width"] = _HEAD_WIDTHS.get(family, given["width"] // given["heads"])
-            return _shape(text.lower(), family, given | _UNUSUAL.get(text.lower(), {}))
+    if text.lower() in _built_in():
+        return _built_in()[text.lower()]
     folder = Path(text.removeprefix("hf:"))
     if folder.is_dir():
         return _of_folder(folder)

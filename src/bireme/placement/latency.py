@@ -7,9 +7,10 @@ of the placement but its length.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 import numpy as np
@@ -161,13 +162,7 @@ class NodeOrder:
         for source, target in dict.fromkeys((edge.source, edge.target) for edge in edges):
             self.producers[places[target]].append(places[source])
             self.consumers[places[source]].append(places[target])
-        waiting = [len(row) for row in self.producers]
-        self.order = [place for place, count in enumerate(waiting) if not count]
-        for place in self.order:
-            for consumer in self.consumers[place]:
-                waiting[consumer] -= 1
-                if not waiting[consumer]:
-                    self.order.append(consumer)
+        self.order = [*TopologicalSorter(dict(enumerate(self.producers))).static_order()]
 
 
 def longest(order: Iterable[int], earlier: Sequence[Sequence[int]], times: Sequence[float]) -> list[float]:
@@ -228,35 +223,19 @@ class _Schedule:
     def report(self) -> _LatencyReport:
         """Run the jobs as soon as they can."""
         done: dict[_Job, float] = {}
-        followers: dict[_Job, list[_Job]] = defaultdict(list)
-        waiting = Counter({job: len(others) for job, others in self.waits_for.items()})
-        for job, others in self.waits_for.items():
-            for other in others:
-                followers[other].append(job)
-        ready = [job for job, count in waiting.items() if not count]
-        for job in ready:
-            start = max((done[other] for other in self.waits_for[job]), default=0.0)
-            done[job] = start + self.takes[job]
-            for follower in followers[job]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    ready.append(follower)
-        if len(done) < len(self.takes):
-            return _LatencyReport(math.inf, (), (), self._circle(done))
+        try:
+            for job in TopologicalSorter(self.waits_for).static_order():
+                start = max((done[other] for other in self.waits_for[job]), default=0.0)
+                done[job] = start + self.takes[job]
+        except CycleError as error:
+            waits = " waits for ".join(map(self._name, reversed(error.args[1])))
+            reason = f"Pieces wait for each other in a circle: {waits}."
+            return _LatencyReport(math.inf, (), (), reason)
         finish = tuple(done[job] for job in self.job_of)
         ends = [0.0] * (self.workload.num_accelerators + self.workload.num_cpus)
         for device, end in zip(self.devices, finish, strict=True):
             ends[device] = max(ends[device], end)
         return _LatencyReport(max(finish), finish, tuple(ends))
-
-    def _circle(self, done: dict[_Job, float]) -> str:
-        """A sentence that names pieces which wait for each other."""
-        way = [min(job for job in self.takes if job not in done)]
-        while way[-1] not in way[:-1]:
-            way.append(min(job for job in self.waits_for[way[-1]] if job not in done))
-        circle = way[way.index(way[-1]) :]
-        waits = " waits for ".join(self._name(job) for job in circle)
-        return f"Pieces wait for each other in a circle: {waits}."
 
     def _name(self, job: _Job) -> str:
         name = device_names(self.workload)[job.device]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from bireme.documents import read_json_object, shown, validated
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError, closest, errors_of
 from bireme.files import write_text_atomically
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload, device_names
 
@@ -45,15 +45,13 @@ class ReadWorkload:
 def read_workload(path: Path, counts: DeviceCounts | None = None) -> ReadWorkload:
     """The workload in a file, with the devices of `counts` where those are given, and warnings."""
     plain = read_json_object(path)
-    _refuse_merged(plain, path)
-    try:
-        document = _WorkloadDocument.model_validate(plain)
-    except ValidationError as error:
-        raise BiremeError(f"{path}: {_sentence(error, plain)}") from None
-    try:
+    with errors_of(path):
+        _refuse_merged(plain)
+        try:
+            document = _WorkloadDocument.model_validate(plain)
+        except ValidationError as error:
+            raise BiremeError(_sentence(error, plain)) from None
         workload = document.workload(counts or DeviceCounts())
-    except BiremeError as error:
-        raise BiremeError(f"{path}: {error}") from None
     return ReadWorkload(workload, tuple(_warnings(plain, path)))
 
 
@@ -183,12 +181,12 @@ _EXPECTED = {
 }
 
 
-def _refuse_merged(plain: Mapping[str, Any], path: Path) -> None:
+def _refuse_merged(plain: Mapping[str, Any]) -> None:
     nodes = plain.get("nodes")
     for place, node in enumerate(nodes if isinstance(nodes, list) else ()):
         if isinstance(node, dict) and "containedSubnodes" in node:
             raise BiremeError(
-                f"{path}: {_subject(plain, 'nodes', place)} has containedSubnodes, so it represents "
+                f"{_subject(plain, 'nodes', place)} has containedSubnodes, so it represents "
                 "nodes that another program has merged. Give the graph as it was before."
             )
 
@@ -277,14 +275,12 @@ class WrittenSplit:
 def read_split(path: Path, workload: Workload) -> WrittenSplit:
     """A split with what the file claims of it; a file that leaves a node without a device is refused."""
     plain = read_json_object(path)
-    try:
+    with errors_of(path):
         if plain.keys() & {"fpgas", "cpus"}:
             return _published(validated(plain, _PublishedDocument, source="the split"), workload)
         if "assignment" not in plain:
             plain = {"assignment": plain}
         return _assigned(validated(plain, _AssignmentDocument, source="the split"), workload)
-    except BiremeError as error:
-        raise BiremeError(f"{path}: {error}") from None
 
 
 def write_split(path: Path, workload: Workload, placement: Placement) -> None:

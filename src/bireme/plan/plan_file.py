@@ -15,7 +15,7 @@ from annotated_types import doc
 
 from bireme.bounds import Count, Place
 from bireme.documents import read_dataclass
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, errors_of
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
@@ -250,10 +250,8 @@ def _plain_plan(saved: SavedPlan) -> dict[str, Any]:
 def load_plan(path: Path) -> SavedPlan:
     """The plan in a file."""
     saved = read_dataclass(path, SavedPlan, number=_PLAN_FORMAT)
-    try:
+    with errors_of(path):
         _check(saved)
-    except BiremeError as error:
-        raise BiremeError(f"{path}: {error}") from None
     return saved
 
 

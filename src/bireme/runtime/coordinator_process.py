@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
 from bireme.documents import read_json_lines
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, system_errors
 from bireme.files import cut_half_line
 from bireme.runtime.processes import Process, start_process
 from bireme.sync.coordinator.coordinator import word_for
@@ -69,7 +69,11 @@ class Ledger:
         if not text:
             return
         left = text.encode()
-        try:
+        remedy = (
+            "A round counts only once it is written there, so the run cannot continue. Make room on the "
+            "disk, and resume it."
+        )
+        with system_errors(f"{self._path} cannot be written", remedy):
             if not self._has_written:
                 cut_half_line(self._path)
                 self._has_written = True
@@ -77,11 +81,6 @@ class Ledger:
                 left = left[os.write(self._file, left) :]
             if is_lasting:
                 os.fsync(self._file)
-        except OSError as error:
-            raise BiremeError(
-                f"{self._path} cannot be written: {error.strerror or error}. A round counts only once it is "
-                "written there, so the run cannot continue. Make room on the disk, and resume it."
-            ) from error
 
     def close(self) -> None:
         """End the file."""

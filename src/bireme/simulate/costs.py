@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Ta
 
 from bireme.cluster.device import NO_ENGINE, EngineCost, ResourceSeconds, Speeds
 from bireme.documents import read_json
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, errors_of
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.instruction import PAGING, SHARING, Instruction, Kind, Message
 
@@ -356,7 +356,5 @@ class CostsFile(BaseModel):
 def load_costs(path: Path, num_stages: int) -> Costs:
     """The costs in a file, which must fit so many stages."""
     file = read_json(path, CostsFile)
-    try:
+    with errors_of(path):
         return file.costs(num_stages)
-    except BiremeError as error:
-        raise BiremeError(f"{path}: {error}") from None

@@ -15,7 +15,7 @@ from bireme.bounds import ANY, bytes_text, parse_stage_widths
 from bireme.cluster.cluster import Cluster, Overlap
 from bireme.cluster.cluster_file import cluster_hash, load_cluster
 from bireme.codec.sum_description import SumCost
-from bireme.errors import BiremeError, Progress
+from bireme.errors import BiremeError, Progress, errors_of
 from bireme.model.fused_loss import fused
 from bireme.model.graph import Graph
 from bireme.plan.forecast import Answer, Candidate, Origin, headroom_bytes
@@ -382,14 +382,12 @@ class ProfiledRun:
         run = with_choices(self.run, saved.plan)
         found, request = replace(self, run=run)._request(overlaps)
         begin_s = perf_counter()
-        try:
+        with errors_of(file):
             check_plan_of(saved, found)
             plan = _completed(saved.plan, self.cluster, request.batch_size)
             check_boundaries(run, plan)
             request = _request_for(saved, plan, request)
             forecast = forecast_of(plan, found, self.cluster, request)
-        except BiremeError as error:
-            raise BiremeError(f"{file}: {error}") from None
         hashes = found.graph, profile_hash(found), cluster_hash(self.cluster)
         origin = Origin(*hashes, request.batch_size, f"the plan in {file}")
         answer = Answer((Candidate(plan, forecast),), origin, 1)
@@ -412,10 +410,8 @@ def _with_kinds(profile: Profile, run: RunFile) -> Profile:
     """The profile with those of other kinds of devices that the run names; of equal names the last counts."""
     kinds = {kind.name: kind for kind in profile.kinds}
     for file, kind in _named_profiles(run):
-        try:
+        with errors_of(file):
             check_kind_fits(profile, kind.profile)
-        except BiremeError as error:
-            raise BiremeError(f"{file}: {error}") from None
         kinds[kind.name] = kind
     return replace(profile, kinds=tuple(kinds.values()))
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bireme.cluster.cluster import Cluster
 from bireme.documents import read_json
-from bireme.errors import BiremeError, Progress, Tell
+from bireme.errors import BiremeError, Progress, Tell, errors_of
 from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
@@ -165,10 +165,8 @@ def private_samples_of(run: RunFile, model: RunModel, server: str) -> Samples:
     source, key = (run.data.private or {})[server], f"data.private.{server}"
     own = {"source": source, "mixture": None, "evaluation_fraction": 0.0, "evaluation_source": None}
     alone = run.data.model_copy(update=own)
-    try:
+    with errors_of(f"{key} = {source!r}"):
         found = prepare_data(alone, _side(model), 1, what=key).training
-    except BiremeError as error:
-        raise BiremeError(f"{key} = {source!r}: {error}") from None
     if isinstance(found, StreamSamples):
         raise BiremeError(
             f"{key} is a stream, whose number of samples is not known. Download it, or leave out "

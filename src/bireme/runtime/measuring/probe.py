@@ -27,7 +27,7 @@ from bireme.cluster.inference import Inferred, infer
 from bireme.cluster.machine import host_name, memory_bytes, num_cores
 from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
 from bireme.devices import is_accelerator, synchronize
-from bireme.errors import BiremeError, Progress
+from bireme.errors import BiremeError, Progress, system_errors
 from bireme.memory.disk_tier import HostTier, make_direct
 from bireme.memory.system_memory import chunk_memory
 from bireme.profile.control import device_here
@@ -298,25 +298,23 @@ def measured_disk_bytes_per_s(folder: Path) -> float:
     """
     block = mmap.mmap(-1, _BLOCK_BYTES)  # at the begin of a page, as direct files want it
     block.write(os.urandom(2**16) * (_BLOCK_BYTES // 2**16))
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            number = file.fileno()
-            make_direct(number)
-            begin_s = perf_counter()
-            count = 0
-            while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
-                os.pwrite(number, block, count * _BLOCK_BYTES)
-                count += 1
-            os.fsync(number)
-            written_s = perf_counter() - begin_s
-            with suppress(OSError, AttributeError):
-                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            begin_s = perf_counter()
-            for place in range(count):
-                os.preadv(number, [block], place * _BLOCK_BYTES)
-            read_s = perf_counter() - begin_s
-    except OSError as error:
-        raise BiremeError(f"The disk of {folder} cannot be measured: {error.strerror or error}.") from error
+    what = f"The disk of {folder} cannot be measured"
+    with system_errors(what), tempfile.TemporaryFile(dir=folder) as file:
+        number = file.fileno()
+        make_direct(number)
+        begin_s = perf_counter()
+        count = 0
+        while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
+            os.pwrite(number, block, count * _BLOCK_BYTES)
+            count += 1
+        os.fsync(number)
+        written_s = perf_counter() - begin_s
+        with suppress(OSError, AttributeError):
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin_s = perf_counter()
+        for place in range(count):
+            os.preadv(number, [block], place * _BLOCK_BYTES)
+        read_s = perf_counter() - begin_s
     return _rounded(count * _BLOCK_BYTES / max(written_s, read_s))
 
 

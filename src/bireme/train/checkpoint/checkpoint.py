@@ -425,14 +425,11 @@ def find_checkpoints(folder: Path) -> tuple[Path, ...]:
 
     What is being written, or was left half written, has another name and is not among them.
     """
-    try:
-        found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise BiremeError(
-            f"The checkpoint folder {folder} cannot be read: {error.strerror or error}."
-        ) from error
+    with system_errors(f"The checkpoint folder {folder} cannot be read"):
+        try:
+            found = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        except FileNotFoundError:
+            return ()
     return tuple(sorted(found, key=step_of))
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from bireme.capabilities import refuse_excluded, used_by
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, errors_of
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
@@ -401,10 +401,8 @@ def _check_links(links: LinksTable) -> None:
     if twice is not None:
         raise BiremeError(f"links.boundaries names the boundary {twice} twice. Leave out one of the two.")
     for one in links.boundaries or ():
-        try:
+        with errors_of(f"links.boundaries, boundary {one.boundary}"):
             _ = one.codecs
-        except BiremeError as error:
-            raise BiremeError(f"links.boundaries, boundary {one.boundary}: {error}") from None
 
 
 def _check_machines(cluster: ClusterTable) -> None:
