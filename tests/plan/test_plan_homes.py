@@ -90,6 +90,7 @@ def test_two_owners_are_homes_of_a_replica_each() -> None:
     assert middle.devices[2][0].startswith("b/")
 
 
+@pytest.mark.usefixtures("brief_searches")  # its claim is of all candidates, however good they are
 def test_many_devices_are_searched_with_the_constraint_too() -> None:
     wide = cluster_of(a=[(1.0, 10.0)] * 6, b=[(0.5, 2.0)] * 6)
     best(wide, PlanRequest(24, owners=("a", "b")))
