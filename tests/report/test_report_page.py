@@ -338,12 +338,12 @@ def test_on_every_width_the_whole_run_is_seen_and_no_text_is_cut_off(
     for number, folders in enumerate(((run,), (bare,), (wordy,), (wordy, run, bare, run, wordy, bare))):
         path = tmp_path / f"report-{number}.html"
         path.write_text(made(*folders), encoding="utf-8")
-        for width in (390, 820, 1440):
-            for dark in (False, True):
-                browser.open(path, width=width, height=900, dark=dark)
-                where = f"{[folder.name for folder in folders]} at {width}"
-                assert browser.value(FLAWS) == [], where
-                assert browser.value("innerWidth") == width, where
+        # In the dark only colors differ.
+        for width, dark in ((390, False), (390, True), (820, False), (1440, False)):
+            browser.open(path, width=width, height=900, dark=dark)
+            where = f"{[folder.name for folder in folders]} at {width}"
+            assert browser.value(FLAWS) == [], where
+            assert browser.value("innerWidth") == width, where
     assert browser.complaints == []
 
 

@@ -195,6 +195,7 @@ def test_a_run_has_the_same_bits_whether_sums_begin_early(
         assert_equal(early, oracle(model, setting, data), tolerance=1e-12)
 
 
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.usefixtures("_small_buckets")
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
