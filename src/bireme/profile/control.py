@@ -13,6 +13,7 @@ import platform
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -116,6 +117,7 @@ STRETCH_S = 1.0
 """For how long a machine counts as equally fast."""
 
 
+@dataclass(eq=False)
 class Control:
     """Times the work whenever it is asked. Its own tensors are made with it.
 
@@ -123,19 +125,15 @@ class Control:
     out where waiting is predicted because ranks share cores.
     """
 
-    def __init__(
-        self,
-        *,
-        counts_waits: bool = True,
-        clock: Callable[[], float] = perf_counter,
-        lap: Callable[[], Callable[[], float]] = lambda: Clock(CPU).lap,
-        cores: Callable[[], CoreTime | None] = core_time,
-    ) -> None:
+    counts_waits: bool = True
+    clock: Callable[[], float] = perf_counter
+    lap: Callable[[], Callable[[], float]] = lambda: Clock(CPU).lap
+    cores: Callable[[], CoreTime | None] = core_time
+
+    def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self._left, self._right = (torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(2))
         self._product = torch.empty(WIDTH, WIDTH)
-        self._counts_waits = counts_waits
-        self._clock, self._lap, self._cores = clock, lap, cores
         self._ended_s = -float("inf")
         self.seconds: list[float] = []
         """What it took, waits left out; of the present stretch, where batches are noted."""
@@ -149,25 +147,25 @@ class Control:
 
     def time(self) -> None:
         """Do the work, and note how long it took."""
-        began_s, lap = self._clock(), self._lap()
+        began_s, lap = self.clock(), self.lap()
         for _ in range(_NUM_PRODUCTS):
             torch.mm(self._left, self._right, out=self._product)
         self.seconds.append(lap())
-        self._ended_s = self._clock()
+        self._ended_s = self.clock()
         self._passed_s += self._ended_s - began_s
 
     def time_if_due(self) -> None:
         """The same, but seldom enough that other work does not feel it."""
-        if not self.seconds or (self._clock() - self._ended_s) * SHARE >= self.seconds[-1]:
+        if not self.seconds or (self.clock() - self._ended_s) * SHARE >= self.seconds[-1]:
             self.time()
 
     def note_batch(self) -> None:
         """A batch has been trained that counts for the time of a step."""
         if self._began_s is None:
-            self._began_s, self._before = self._clock(), self._cores()
+            self._began_s, self._before = self.clock(), self.cores()
         self.time_if_due()
         self._num_batches += 1
-        if self._clock() - self._began_s >= STRETCH_S:
+        if self.clock() - self._began_s >= STRETCH_S:
             self._end_stretch()
 
     @property
@@ -191,13 +189,13 @@ class Control:
 
     def _end_stretch(self) -> None:
         """What the control would have taken in the stretch counts for its batches."""
-        now, last_s = self._cores(), self.seconds[-1]
+        now, last_s = self.cores(), self.seconds[-1]
         if now is not None and self._before is not None:
-            slowdown = now.slowdown_since(self._before, counts_waits=self._counts_waits)
+            slowdown = now.slowdown_since(self._before, counts_waits=self.counts_waits)
         else:
-            slowdown = self._passed_s / sum(self.seconds) if self._counts_waits else 1.0
+            slowdown = self._passed_s / sum(self.seconds) if self.counts_waits else 1.0
         self._found[0].append(slowdown * self.median_s)
         self._found[1].append(self._num_batches)
-        self._began_s, self._before = self._clock(), now
+        self._began_s, self._before = self.clock(), now
         self._num_batches, self._passed_s = 0, last_s
         self.seconds = [last_s]

@@ -75,24 +75,20 @@ class Figures:
     tokens_per_s: float | None
 
 
+@dataclass(eq=False)
 class EvaluationSet:
     """`num_batches` batches of samples in an order; with `with_rest` the samples that are left over too."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        order: Order,
-        batch_size: int,
-        num_batches: int,
-        *,
-        with_rest: bool = False,
-        num_workers: int = 0,
-    ) -> None:
-        self._samples, self._order = samples, order
-        self._batch_size, self._num_batches = batch_size, num_batches
-        self._num_workers = num_workers
-        end = num_batches * batch_size
-        self._rest = SampleRange(samples, end, len(samples)) if with_rest and end < len(samples) else None
+    samples: Samples
+    order: Order
+    batch_size: int
+    num_batches: int
+    with_rest: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        end, num = self.num_batches * self.batch_size, len(self.samples)
+        self._rest = SampleRange(self.samples, end, num) if self.with_rest and end < num else None
         self._counts: dict[float, _Text | None] = {}
 
     @classmethod
@@ -121,11 +117,11 @@ class EvaluationSet:
 
     def __len__(self) -> int:
         """How many batches there are."""
-        return self._num_batches + (self._rest is not None)
+        return self.num_batches + (self._rest is not None)
 
     def batches(self, wanted: Callable[[int, int], tuple[Rows, ...]]) -> Iterator[PartlyRead]:
         """The batches, as far as a rank wants them."""
-        sets = [(self._samples, self._order, self._batch_size, self._num_batches, self._num_workers)]
+        sets = [(self.samples, self.order, self.batch_size, self.num_batches, self.num_workers)]
         if self._rest is not None:
             size = len(self._rest)
             sets.append((self._rest, Order(size, shuffled=False), size, 1, 0))
@@ -137,7 +133,7 @@ class EvaluationSet:
 
     def figures(self, found: Evaluation, seconds: float, tokenizer: Tokenizer | None) -> Figures:
         """What follows from the loss over all of the batches."""
-        sample = self._samples.take([0])
+        sample = self.samples.take([0])
         ids, labels = sample.get(_IDS), sample.get(_LABELS)
         if ids is None or labels is None or ids.shape != labels.shape:  # the model predicts something else
             return Figures(found.loss, None, None, None, None)
@@ -158,7 +154,7 @@ class EvaluationSet:
         A model that predicts the next token passes over the first label of each sample, another one does not:
         the weight of the batches says which it was.
         """
-        if not self._samples.is_quick:
+        if not self.samples.is_quick:
             return None
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         of_ids = None if lengths is None else torch.from_numpy(lengths)
@@ -177,9 +173,9 @@ class EvaluationSet:
 
     def _taken(self) -> Iterator[tuple[Samples, list[int]]]:
         """The numbers of all samples, batch by batch."""
-        size = self._batch_size
-        for number in range(self._num_batches):
-            yield self._samples, self._order.numbers(number * size, size).tolist()
+        size = self.batch_size
+        for number in range(self.num_batches):
+            yield self.samples, self.order.numbers(number * size, size).tolist()
         if self._rest is not None:
             yield self._rest, list(range(len(self._rest)))
 

@@ -78,6 +78,7 @@ _Loads = tuple[tuple[_Ends, float], ...]
 """How many messages between two ranks, or hops of a ring, cross a lane at the same time."""
 
 
+@dataclass(eq=False)
 class ReplicaNetworks:
     """The network of each replica of a grid, with the messages of the others, which are taken to be in step.
 
@@ -90,33 +91,26 @@ class ReplicaNetworks:
     Lanes that are loaded alike are one wire, the slowest of them.
     """
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        grid: Grid,
-        sizes: Sequence[int],
-        message_bytes: Mapping[int, Mapping[_Ends, float]],
-        sites: Sequence[slice],
-        most_overlap: Overlap,
-    ) -> None:
-        self._problem = problem
-        self._grid = grid
-        self._sizes = sizes
-        self._message_bytes = message_bytes
-        self._pairs = sorted(message_bytes[sizes[0]])
+    _problem: PlanningProblem
+    _grid: Grid
+    _sizes: Sequence[int]
+    _message_bytes: Mapping[int, Mapping[_Ends, float]]
+    _sites: Sequence[slice]
+    _most_overlap: Overlap
+
+    def __post_init__(self) -> None:
+        self._pairs = sorted(self._message_bytes[self._sizes[0]])
         self._crossing: defaultdict[Lane, Counter[tuple[_Ends, int]]] = defaultdict(Counter)
-        for replica, size in enumerate(sizes):
+        for replica, size in enumerate(self._sizes):
             for ends in self._pairs:
                 for lane in self._way(replica, ends):
                     self._crossing[lane][ends, size] += 1
-        self._most_overlap = most_overlap
-        self._sites = sites
         self._hops: defaultdict[Lane, Counter[_Ends]] = defaultdict(Counter)
         self._rings: list[defaultdict[Lane, list[_Ends]]] = []
-        for site in sites:
+        for site in self._sites:
             crossed: defaultdict[Lane, list[_Ends]] = defaultdict(list)
-            for rank, row in enumerate(grid):
-                for lane, times in ring_lanes(problem.path, row[site]).items():
+            for rank, row in enumerate(self._grid):
+                for lane, times in ring_lanes(self._problem.path, row[site]).items():
                     crossed[lane].append((rank, rank))
                     self._hops[lane][rank, rank] += times
             self._rings.append(crossed)

@@ -7,7 +7,7 @@ The first two go by shape, then mapping, then cuts, then how many micro-batches 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from operator import itemgetter
@@ -239,14 +239,15 @@ _ALIKE = 0.02
 """Estimates that differ by less are taken for equal."""
 
 
+@dataclass(eq=False)
 class Explorer:
     """Goes through plans; `how` describes the search for people."""
 
-    def __init__(self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts) -> None:
-        self._problem = problem
-        self._outlines = outlines
-        self._ledger = ledger
-        self.how = ""
+    _problem: PlanningProblem
+    _outlines: Outlines
+    _ledger: EvaluatedDrafts
+    is_brief: bool = False
+    how: str = field(default="", init=False)
 
     def _moved_cuts(self, draft: Draft) -> Iterator[tuple[int, ...]]:
         """The cuts of a draft with one moved to the next place before or after it."""
@@ -314,18 +315,12 @@ class ExhaustiveExplorer(Explorer):
     If it is to be brief it goes through the most promising ones of every kind in turns, and stops early.
     """
 
-    def __init__(
-        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
-    ) -> None:
-        super().__init__(problem, outlines, ledger)
-        self._is_brief = is_brief
-
     def explore(self, shapes: Sequence[Outline]) -> None:
         """Judge every plan, the most promising shapes first."""
         ledger = self._ledger
         ordered = sorted(shapes, key=self._least_cost)
         most = math.inf
-        if self._is_brief:
+        if self.is_brief:
             ordered, most = _in_turns(ordered), _BRIEF_INSTRUCTIONS
         num_kinds = len({outline.kind for outline in shapes})
         num_plans = 0
@@ -365,16 +360,15 @@ def _in_turns(shapes: Sequence[Outline]) -> list[Outline]:
     return [one for _, one in sorted(((next(places[one.kind]), one) for one in shapes), key=itemgetter(0))]
 
 
+@dataclass(eq=False)
 class HeuristicExplorer(Explorer):
     """Goes through the shapes that look best, and walks on from the best of every kind."""
 
-    def __init__(
-        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, walks: bool = True
-    ) -> None:
-        super().__init__(problem, outlines, ledger)
-        self._walks = walks
-        self._estimator = _Estimator(problem, outlines)
-        self._share = min(_MOST_SHARE, FEW / len(problem.devices))
+    walks: bool = True
+
+    def __post_init__(self) -> None:
+        self._estimator = _Estimator(self._problem, self._outlines)
+        self._share = min(_MOST_SHARE, FEW / len(self._problem.devices))
         self._most_instructions = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * self._share))
 
     def explore(self, shapes: Sequence[Outline]) -> None:
@@ -417,7 +411,7 @@ class HeuristicExplorer(Explorer):
             is_promising = start.draft in best_of_kinds or ledger.could_be_best(
                 outline, self._outlines.least_s(outline)
             )
-            if self._walks and outline not in walked and is_promising:
+            if self.walks and outline not in walked and is_promising:
                 walked.add(outline)
                 self._walk(next(one for one in found if one.draft.outline == outline))
         ledger.progress(1.0)

@@ -14,7 +14,7 @@ from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan_request import UNEQUAL_WIDTHS
 from bireme.plan.search.cutting import recompute_sets
 from bireme.plan.search.draft import Draft, Grid
-from bireme.plan.search.evaluated import EvaluatedDraft, EvaluatedDrafts
+from bireme.plan.search.evaluated import EvaluatedDraft
 from bireme.plan.search.explorers import FEW, LEAST_INSTRUCTIONS, MOST_INSTRUCTIONS, Explorer
 from bireme.plan.search.mapping import device_orders, exchanged
 from bireme.plan.search.paged_walk import AS_GOOD
@@ -57,16 +57,11 @@ _FAR = 1.25
 class UnequalExplorer(Explorer):
     """Goes through plans of unequal widths."""
 
-    def __init__(
-        self, problem: PlanningProblem, outlines: Outlines, ledger: EvaluatedDrafts, *, is_brief: bool
-    ) -> None:
-        super().__init__(problem, outlines, ledger)
-        self._is_brief = is_brief
-        share = min(1.0, FEW / len(problem.devices))
-        self._most = ledger.evaluator.num_instructions + max(
-            LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * share)
-        )
-        self.is_exhaustive = not is_brief and _few_enough(problem, outlines)
+    def __post_init__(self) -> None:
+        share = min(1.0, FEW / len(self._problem.devices))
+        most = max(LEAST_INSTRUCTIONS, round(MOST_INSTRUCTIONS * share))
+        self._most = self._ledger.evaluator.num_instructions + most
+        self.is_exhaustive = not self.is_brief and _few_enough(self._problem, self._outlines)
         """Whether all plans of unequal widths are gone through."""
 
     def explore(self) -> None:
@@ -153,7 +148,7 @@ class UnequalExplorer(Explorer):
         self._most = max(self._most, ledger.evaluator.num_instructions) + LEAST_INSTRUCTIONS
         for start in sorted(found.values(), key=lambda one: one.cost):
             outline = start.draft.outline
-            if not self._is_brief and ledger.could_be_best(outline, self._outlines.least_s(outline)):
+            if not self.is_brief and ledger.could_be_best(outline, self._outlines.least_s(outline)):
                 self._walk(start)
 
     def _likely(self) -> Iterator[LikelyPlan]:

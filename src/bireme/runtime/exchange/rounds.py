@@ -135,6 +135,7 @@ class BatchOffer(Offer):
     is_done: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(eq=False)
 class RoundLine:
     """A line of rounds; a sum lies in flats `like` these, and `firsts` are those of their `Contribution`.
     `how` is how contributions to a round are added up, other than as they are.
@@ -143,35 +144,30 @@ class RoundLine:
     sum the agent does not have, or has not heard to count.
     """
 
-    def __init__(
-        self,
-        number: int,
-        like: Sequence[Tensor] = (),
-        firsts: Sequence[int | None] = (),
-        device: torch.device | None = None,
-        how: HowOfRound | None = None,
-    ) -> None:
-        self.number = number
-        self.like = like
-        self.how = how
-        self.at = RoundAt()
-        self.next = 0
-        self.offers: dict[int, Offer] = {}
-        """By round, what the rank brings to it."""
-        self.contribution: Contribution | None = None
-        """To the next round, as it was made."""
-        self.made: RoundSum | None = None
-        """The sum that was made and is not yet committed, in the attempt that the report says."""
-        self.was_offered = False
-        """Whether the contribution has samples of this rank in it. A later offer may be waiting."""
-        self.failed: Grant | None = None
-        """The attempt in which a member was lost."""
-        self.kept: dict[int, RoundSum] = {}
-        """Sums that other replicas may still ask for."""
-        self.settled: deque[RoundSum] = deque()
-        """Rounds that count and that the rank has not taken."""
-        self.buffers = Buffers(device)
-        self._firsts = firsts
+    number: int
+    like: Sequence[Tensor] = ()
+    firsts: Sequence[int | None] = ()
+    device: torch.device | None = None
+    how: HowOfRound | None = None
+    at: RoundAt = field(default_factory=RoundAt)
+    next: int = 0
+    offers: dict[int, Offer] = field(default_factory=dict)
+    """By round, what the rank brings to it."""
+    contribution: Contribution | None = None
+    """To the next round, as it was made."""
+    made: RoundSum | None = None
+    """The sum that was made and is not yet committed, in the attempt that the report says."""
+    was_offered: bool = False
+    """Whether the contribution has samples of this rank in it. A later offer may be waiting."""
+    failed: Grant | None = None
+    """The attempt in which a member was lost."""
+    kept: dict[int, RoundSum] = field(default_factory=dict)
+    """Sums that other replicas may still ask for."""
+    settled: deque[RoundSum] = field(default_factory=deque)
+    """Rounds that count and that the rank has not taken."""
+
+    def __post_init__(self) -> None:
+        self.buffers = Buffers(self.device)
 
     def begin(self, committed: int) -> None:
         """The rank has used that many rounds."""
@@ -191,7 +187,7 @@ class RoundLine:
     def nothing(self, num_numbers: int) -> Contribution:
         """What a rank contributes that has nothing to add, and yet holds what others do."""
         flats = [torch.zeros(one.shape, dtype=one.dtype) for one in self.like]
-        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers, firsts=self._firsts)
+        return Contribution(flats, b"", 0.0, 0.0, (), (0.0,) * num_numbers, firsts=self.firsts)
 
 
 # The groups of one rank: it arrives with its weights after a batch, and gets the mean of its group.
