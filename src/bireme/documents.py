@@ -82,6 +82,36 @@ def plain(value: Any) -> Any:
     return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
+def fields_of(thing: object, names: str) -> dict[str, Any]:
+    """What a document has of an object under the names of its own attributes, with blanks between them."""
+    return {name: getattr(thing, name) for name in names.split()}
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case tuple() | list():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case BaseModel():
+            return toml_value(value.model_dump(exclude_none=True))
+        case dict():
+            return f"{{{', '.join(f'{_key(key)} = {toml_value(inner)}' for key, inner in value.items())}}}"
+    # JSON writes strings as TOML reads them, but for one letter.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    """A key as TOML writes it: with quotes where it has other letters than a plain one."""
+    return name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+
+
 def read_json(path: Path, model: type[Model]) -> Model:
     """The JSON file at `path` as a `model`."""
     return validated(read_json_object(path), model, source=str(path))

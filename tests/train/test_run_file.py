@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from pydantic import ValidationError
 
+from bireme.documents import toml_value
 from bireme.errors import BiremeError
 from bireme.model.sources import load_source
 from bireme.profile.optimizers import OPTIMIZERS
@@ -27,7 +28,6 @@ from bireme.train.run_file import (
     with_absolute_paths,
     with_model_defaults,
 )
-from bireme.train.run_file.text import toml_value
 from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 

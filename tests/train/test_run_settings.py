@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from bireme.documents import toml_value
 from bireme.errors import BiremeError
 from bireme.train.folder import tell_defaults
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.run_file.text import synonyms, toml_value
+from bireme.train.run_file.text import synonyms
 from tests.support.extent import examples
 from tests.support.run_files import KEYS, NAMES, loaded, run_files, said, sentence, value_at
 

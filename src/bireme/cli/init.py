@@ -12,6 +12,7 @@ from bireme.cli.options import check_suffix, print_json
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
+    from bireme.documents import toml_value
     from bireme.train.run_file.recipes import Recipe
 
 PURPOSES = "finetune, lora, qlora, pretrain, own-model, machines"
@@ -133,7 +134,6 @@ def _recipe_text(
     """The run file of a recipe, with what the model and the data that were named say."""
     from bireme.train.run_file import load_run_file
     from bireme.train.run_file.recipes import recipe_toml
-    from bireme.train.run_file.text import toml_value
 
     values, about = dict(recipe.values), dict[str, str]()
     values["model.source"] = recipe.model if model is None else _model_source(recipe, model)

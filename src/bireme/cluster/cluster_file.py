@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,7 +35,7 @@ from bireme.cluster.cluster import (
 )
 from bireme.cluster.device import FASTEST, Device
 from bireme.cluster.named_machines import machines_of
-from bireme.documents import read_toml
+from bireme.documents import read_toml, toml_value
 from bireme.errors import BiremeError, closest, errors_of
 from bireme.files import write_text_atomically
 
@@ -162,26 +163,16 @@ def _values(table: dict[str, Any], what: str) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int():
-            return str(value)
-        case float():
-            return _float(value)
-        case list():
-            return f"[{', '.join(map(_value, value))}]"
-    # JSON writes strings as TOML reads them, but for one letter.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return _float(value) if isinstance(value, float) else toml_value(value)
 
 
 def _float(value: float) -> str:
     """The shortest text that is the same number: 1.25e9, 0.5."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return repr(value)
-    texts = (f"{value:.{digits}e}" for digits in range(18))
-    mantissa, _, exponent = next(text for text in texts if float(text) == value).partition("e")
-    return f"{mantissa}e{int(exponent)}"
+    return f"{Decimal(repr(value)).normalize():e}".replace("e+", "e")
 
 
 def _comment(what: str, key: str, value: Any) -> str:

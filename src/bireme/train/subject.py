@@ -14,6 +14,7 @@ from torch import Tensor
 from bireme.bounds import counted
 from bireme.cluster.machine import available_bytes
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators, properties_of
+from bireme.documents import toml_value
 from bireme.errors import BiremeError, Tell
 from bireme.model.decoder import Decoder, DecoderLayers
 from bireme.model.graph import Graph, Reference, Value, evaluate
@@ -33,7 +34,6 @@ from bireme.train.model import RunModel
 from bireme.train.rendezvous import Announcements
 from bireme.train.resume_checks import base_of_checkpoint, check_same_base
 from bireme.train.run_file import RunFile, load_run_file
-from bireme.train.run_file.text import toml_value
 
 # The parts of a model that writes: some layers of a decoder with a cache, or some units of a captured graph.
 #

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from bireme.capabilities import refuse_excluded, used_by
+from bireme.documents import toml_value
 from bireme.errors import BiremeError, errors_of
 from bireme.schedule.catalogue import SCHEDULES
 from bireme.schedule.program import Rule
 from bireme.train.run_file.planning import AUTO, Balancing, LinksTable, Memory, Planning
 from bireme.train.run_file.table import given
 from bireme.train.run_file.tables import ClusterTable, Model, Sync, Tables, Training
-from bireme.train.run_file.text import toml_value
 
 
 def value_of(tables: Tables, key: str) -> Any:

@@ -5,7 +5,6 @@ model. Where their defaults differ from those of a run file, the settings have t
 models; of data only LLaMA-Factory's list of datasets is read.
 """
 
-import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bireme.documents import read_json_object
+from bireme.documents import read_json_object, toml_value
 from bireme.errors import BiremeError
-from bireme.train.run_file.text import entries_in, toml_value
+from bireme.train.run_file.text import entries_in
+from bireme.user_code import optional_package
 
 _UNKNOWN = "it is unknown here and may change the model"
 
@@ -184,10 +184,7 @@ def translated(path: Path) -> Translation:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as error:
-        raise BiremeError(f"{path} is read by PyYAML ({error}); install bireme[hf].") from error
+    yaml = optional_package("yaml", "hf", str(path))
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

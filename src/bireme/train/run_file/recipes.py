@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from bireme.documents import toml_value
 from bireme.train.run_file.checks import value_of
 from bireme.train.run_file.run import RunFile
-from bireme.train.run_file.text import known_keys, toml_value
+from bireme.train.run_file.text import known_keys
 
 _ABOUT = {
     "model.source": "folder of the model, as transformers saves it",

@@ -17,12 +17,12 @@ from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
-from bireme.documents import read_toml, validated
+from bireme.documents import read_toml, toml_value, validated
 from bireme.errors import BiremeError, closest
 from bireme.train.run_file.checks import check_together
 from bireme.train.run_file.defaults import with_model_defaults
 from bireme.train.run_file.tables import Tables
-from bireme.train.run_file.text import advice, known_keys, toml_value
+from bireme.train.run_file.text import advice, known_keys
 
 # `--set table.key=value`: sets single keys of a document from the command line.
 #

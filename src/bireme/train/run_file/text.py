@@ -3,7 +3,6 @@
 What is written is read back as it was.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from bireme.documents import toml_value
 from bireme.train.run_file.tables import Tables
 
 # What there is to say about every key of a run file, read from the tables themselves.
@@ -152,7 +152,6 @@ def _number(value: float) -> str:
 
 WIDTH = 100
 
-BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 COMPLETE = """\
 # A run of Bireme, with the value of every key. `bireme train` with this file repeats the run.
@@ -194,28 +193,6 @@ def commented_toml() -> str:
             lines += ["", *_explained(key)]
         lines.append("")
     return "\n".join(lines[:-1]) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case tuple() | list():
-            return f"[{', '.join(map(toml_value, value))}]"
-        case BaseModel():
-            return toml_value(value.model_dump(exclude_none=True))
-        case dict():
-            return f"{{{', '.join(f'{_key(key)} = {toml_value(inner)}' for key, inner in value.items())}}}"
-    # JSON writes strings as TOML reads them, but for one letter.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    """A key as TOML writes it: with quotes where it has other letters than a plain one."""
-    return name if BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 def _assignment(name: str, value: Any) -> str:
