@@ -332,10 +332,10 @@ def test_a_large_graph_is_drawn_coarser_and_loses_no_node() -> None:
     cells = cells_of(workload, placement.devices)
     assert cells.is_coarser
     assert len(cells.cells) <= 400
-    places = [place for cell in cells.cells for part in cell.parts for place in part.places]
+    places = [place for cell in cells.cells for part in cell for place in part.places]
     assert sorted(places) == list(range(len(workload.nodes)))
     for cell in cells.cells:
-        for part in cell.parts:
+        for part in cell:
             assert {placement.devices[place] for place in part.places} == {part.device}
 
 
@@ -363,7 +363,7 @@ def test_long_and_wide_graphs_become_legible_cells_even_where_these_form_circles
     devices = [place % 3 for place in range(count)]
     cells = cells_of(Workload(nodes, edges, 3, 0, 1.0), devices).cells
     assert 3 <= len(cells) <= 400
-    assert sorted(place for cell in cells for part in cell.parts for place in part.places) == [*range(count)]
+    assert sorted(place for cell in cells for part in cell for place in part.places) == [*range(count)]
 
 
 def test_pictures_are_written_in_all_formats(capsys: Capture, folder: Path) -> None:

@@ -39,23 +39,17 @@ _LEAST_GAIN = 1e-7
 """Relative: how much shorter than the latency that is known a placement must be to be in the program."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LatencyWindow:
-    """The latencies that are of interest: none is below `least`, and none above `most` is wanted."""
-
-    least: float
-    most: float
-
-
 class _LatencyProgram:
-    """The program for some steps, accelerators of `num_pieces` pieces, and latencies in a window."""
+    """The program for some steps, accelerators of `num_pieces` pieces, and the latencies that are of
+    interest: none is below `least`, and none above `most` is wanted.
+    """
 
-    def __init__(self, steps: LatencySteps, num_pieces: int, window: _LatencyWindow) -> None:
+    def __init__(self, steps: LatencySteps, num_pieces: int, least: float, most: float) -> None:
         self.steps = steps
         self.num_pieces = num_pieces
         self.num_places = steps.num_accelerators * num_pieces
-        self.unit = _SCALE / window.most if window.most > 0 else 1.0
-        self.most = window.most * self.unit
+        self.unit = _SCALE / most if most > 0 else 1.0
+        self.most = most * self.unit
         self.accelerator_time = steps.accelerator_time * self.unit
         self.cpu_time = steps.cpu_time * self.unit
         self.edges = essential_edges(steps.after)
@@ -65,13 +59,13 @@ class _LatencyProgram:
             np.where(self.is_barred, np.inf, self.accelerator_time),
             self.cpu_time if steps.num_cpus else np.inf,
         )
-        numbers, least = range(len(steps)), self.least.tolist()
-        self.heads = np.array(longest(numbers, [steps.before.row(step) for step in numbers], least))
-        self.tails = np.array(longest(numbers[::-1], [steps.after.row(step) for step in numbers], least))
+        numbers, times = range(len(steps)), self.least.tolist()
+        self.heads = np.array(longest(numbers, [steps.before.row(step) for step in numbers], times))
+        self.tails = np.array(longest(numbers[::-1], [steps.after.row(step) for step in numbers], times))
         by_cpu = self.heads + self.cpu_time + self.tails
         self.is_forced = by_cpu > self.most if steps.num_cpus else np.ones(len(steps), np.bool_)
         self.program = IntegerProgram()
-        self._add_columns(window.least * self.unit)
+        self._add_columns(least * self.unit)
         self._add_order()
         self._add_moves()
         self._add_times()
@@ -264,7 +258,7 @@ def solve_latency(
     if known is not None and known.value <= least:
         return replace(known, lower_bound=known.value)
     most = _longest(steps) * (1 + _LEAST_GAIN) if known is None else known.value * (1 - _LEAST_GAIN)
-    program = _LatencyProgram(steps, num_pieces, _LatencyWindow(least, most))
+    program = _LatencyProgram(steps, num_pieces, least, most)
     solved = program.program.solve(time_limit_s=time_limit_s)
     found = [] if known is None else [known]
     if solved.values is not None:

@@ -46,17 +46,12 @@ class _CellPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _PictureCell:
-    """What is drawn as one: forward parts, then backward parts."""
-
-    parts: tuple[_CellPart, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Cells:
-    """The cells, and whom each sends something to; backward edges count only for lone backward nodes."""
+    """The cells, each of its forward parts and then its backward parts, and whom each sends something to;
+    backward edges count only for lone backward nodes.
+    """
 
-    cells: tuple[_PictureCell, ...]
+    cells: tuple[tuple[_CellPart, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     is_coarser: bool
 
@@ -171,7 +166,7 @@ class _Graph:
         for place, cell in enumerate(self.cell_of):
             places[cell].append(place)
         return Cells(
-            tuple(_PictureCell(tuple(self._parts(row))) for row in places),
+            tuple(tuple(self._parts(row)) for row in places),
             tuple(tuple(targets) for targets in self.followers),
             is_coarser,
         )
@@ -260,7 +255,7 @@ class _View:
     @property
     def full_time(self) -> float:
         """The time that gets the full height: few take longer, and shall not make all others tiny."""
-        times = sorted(part.time for cell in self.graph.cells for part in cell.parts if part.time > 0)
+        times = sorted(part.time for cell in self.graph.cells for part in cell if part.time > 0)
         return times[int(0.95 * (len(times) - 1))] if times else 1.0
 
     def _hue(self, device: int) -> tuple[int, int]:
@@ -336,15 +331,15 @@ def _boxes(view: _View) -> Iterator[str]:
     full_time = view.full_time
     for number, cell in enumerate(view.graph.cells):
         rows = []
-        for part in cell.parts:
+        for part in cell:
             height = min(max(_MOST_HEIGHT * part.time / full_time, _LEAST_HEIGHT), _MOST_HEIGHT)
-            has_name = not part.is_backward or part is cell.parts[0]
+            has_name = not part.is_backward or part is cell[0]
             ink = view.ink(part.device, is_backward=part.is_backward)
             label = f'<FONT COLOR="{ink}">{_html(_label(view, part))}</FONT>' if has_name else ""
             fill = view.fill(part.device, is_backward=part.is_backward)
             rows.append(f'<TR><TD WIDTH="{WIDTH}" HEIGHT="{height:.0f}" BGCOLOR="{fill}">{label}</TD></TR>')
         table = f'<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="1">{"".join(rows)}</TABLE>'
-        told = "\n".join(_told(view, part) for part in cell.parts)
+        told = "\n".join(_told(view, part) for part in cell)
         yield f"n{number} [label=<{table}>, tooltip={_quoted(told)}]\n"
 
 
@@ -353,7 +348,7 @@ def _lines(view: _View) -> Iterator[str]:
     cells = view.graph.cells
     for number, targets in enumerate(view.graph.followers):
         for target in targets:
-            is_moved = cells[target].parts[0].device != cells[number].parts[0].device
+            is_moved = cells[target][0].device != cells[number][0].device
             yield f'n{number} -> n{target} [color="{moved if is_moved else stays}"]\n'
 
 

@@ -29,6 +29,7 @@ from bireme.placement.contraction import (
     simple_bound,
 )
 from bireme.placement.workload import Objective
+from bireme.user_code import optional_package
 
 if TYPE_CHECKING:
     import highspy
@@ -186,13 +187,8 @@ def beside(*columns: ArrayLike) -> NDArray[Any]:
 
 
 def _highspy() -> ModuleType:
-    try:
-        import highspy
-    except ImportError:
-        raise BiremeError(
-            'The integer programs need the HiGHS solver: install it with pip install "bireme[solver]".'
-        ) from None
-    return highspy
+    solver: ModuleType = optional_package("highspy", "solver", "The HiGHS solver")
+    return solver
 
 
 def _spread(numbers: ArrayLike, shape: tuple[int, ...]) -> Floats:

@@ -30,6 +30,7 @@ from bireme.errors import BiremeError, closest, system_errors
 from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.text_files import PIECE_BYTES, Named, Passage
+from bireme.user_code import optional_package
 
 # Rows of a dataset: text, token ids that were made before, or conversations and prompts with answers.
 #
@@ -356,12 +357,7 @@ def library_rows(text: str, column: str | None = None, files: Sequence[Path] = (
     """
     asked = _asked(text)
     column = asked.column or column
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise BiremeError(
-            f"{text} is read by the datasets package, which cannot be imported ({error}); install bireme[hf]."
-        ) from error
+    datasets = optional_package("datasets", "hf", text)
     path = Path(asked.name).expanduser()
     if path.is_dir() and is_saved_folder(path):
         return _saved(datasets, asked, path, column)

@@ -4,7 +4,6 @@ A tokenizer is named as `bytes`, as a folder, or as `auto`, which is the model's
 is downloaded, and code that lies in a folder is never run.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
+from bireme.user_code import optional_package
 
 # How many bytes of text each token of a tokenizer stands for, read from the tokenizer's own description.
 #
@@ -231,12 +231,7 @@ def _loaded(folder: Path) -> Any:
             f"The folder {folder} has no tokenizer: it has none of {', '.join(_FILES)}. Save one there, "
             "or use bytes."
         )
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise BiremeError(
-            f"The tokenizer in {folder} needs the transformers package ({error}); install bireme[hf]."
-        ) from error
+    transformers = optional_package("transformers", "hf", f"The tokenizer in {folder}")
     try:
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
