@@ -12,7 +12,6 @@ from bireme.cli.options import check_suffix, print_json
 from bireme.errors import BiremeError, closest
 
 if TYPE_CHECKING:
-    from bireme.documents import toml_value
     from bireme.train.run_file.recipes import Recipe
 
 PURPOSES = "finetune, lora, qlora, pretrain, own-model, machines"
@@ -132,6 +131,7 @@ def _recipe_text(
     path: Path, purpose: str, recipe: "Recipe", model: str | None, data: str | None, command: str
 ) -> str:
     """The run file of a recipe, with what the model and the data that were named say."""
+    from bireme.documents import toml_value
     from bireme.train.run_file import load_run_file
     from bireme.train.run_file.recipes import recipe_toml
 

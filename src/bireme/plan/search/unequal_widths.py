@@ -6,7 +6,7 @@ follows. On small clusters all plans are considered instead.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, islice, pairwise
 from operator import itemgetter
 
@@ -54,6 +54,7 @@ _FAR = 1.25
 """A plan that is predicted to be this many times as slow as the best plan is not simulated."""
 
 
+@dataclass(eq=False)
 class UnequalExplorer(Explorer):
     """Goes through plans of unequal widths."""
 
