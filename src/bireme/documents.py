@@ -82,11 +82,6 @@ def plain(value: Any) -> Any:
     return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
-def fields_of(thing: object, names: str) -> dict[str, Any]:
-    """What a document has of an object under the names of its own attributes, with blanks between them."""
-    return {name: getattr(thing, name) for name in names.split()}
-
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 

@@ -247,14 +247,15 @@ def _document(found: "Profile") -> dict[str, Any]:
 
 def _plain_unit(unit: "UnitProfile", plain: dict[str, Any]) -> dict[str, Any]:
     """A unit with its costs at all sizes and, separately, at the first."""
-    from bireme.documents import fields_of
-
     first = unit.costs[0]
     return {
         "name": unit.name,
-        **fields_of(first, "forward_s backward_s"),
+        "forward_s": first.forward_s,
+        "backward_s": first.backward_s,
         "parameter_bytes": unit.parameter_bytes,
-        **fields_of(first, "saved_bytes boundary_bytes workspace_bytes"),
+        "saved_bytes": first.saved_bytes,
+        "boundary_bytes": first.boundary_bytes,
+        "workspace_bytes": first.workspace_bytes,
         "same_as": unit.same_as,
         **{key: value for key, value in plain.items() if key not in ("name", "parameter_bytes", "same_as")},
     }

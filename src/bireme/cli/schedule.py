@@ -141,11 +141,14 @@ def _list(*, as_json: bool) -> None:
 
 
 def _document(program: "Program", report: "CheckReport | None") -> dict[str, Any]:
-    from bireme.documents import fields_of
-
     document: dict[str, Any] = {
         "name": program.name,
-        **fields_of(program, "rule num_stages num_ranks num_microbatches num_batches rank_of_stage"),
+        "rule": program.rule,
+        "num_stages": program.num_stages,
+        "num_ranks": program.num_ranks,
+        "num_microbatches": program.num_microbatches,
+        "num_batches": program.num_batches,
+        "rank_of_stage": program.rank_of_stage,
         "num_instructions": program.num_instructions,
         "ranks": [
             {
@@ -160,9 +163,16 @@ def _document(program: "Program", report: "CheckReport | None") -> dict[str, Any
         ],
     }
     if report is not None:
-        document |= fields_of(report, "ok problems deadlock deadlock_if_buffered")
+        document |= {
+            "ok": report.ok,
+            "problems": report.problems,
+            "deadlock": report.deadlock,
+            "deadlock_if_buffered": report.deadlock_if_buffered,
+        }
         for rank, kept in zip(document["ranks"], report.ranks, strict=False):
-            rank.update(fields_of(kept, "weight_versions peak_stashed_microbatches receive_buffers"))
+            rank["weight_versions"] = kept.weight_versions
+            rank["peak_stashed_microbatches"] = kept.peak_stashed_microbatches
+            rank["receive_buffers"] = kept.receive_buffers
     return document
 
 

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bireme.bounds import bytes_text, seconds_text
-from bireme.documents import fields_of
 from bireme.placement.check import PlacementVerdict, work_of
 from bireme.placement.workload import Objective, Placement, Workload, device_names
 from bireme.report.terminal import columns
@@ -27,7 +26,9 @@ def placement_document(
         "method": str(placement.method),
         "contiguous": placement.contiguous,
         "ordered": verdict.ordered,
-        **fields_of(placement, "value lower_bound gap"),
+        "value": placement.value,
+        "lower_bound": placement.lower_bound,
+        "gap": placement.gap,
         "ideals": placement.num_ideals,
         "seconds": seconds,
         "loads": dict(zip(names, placement.loads, strict=True)),

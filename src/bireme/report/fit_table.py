@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from bireme.bounds import bytes_text, counted
-from bireme.documents import fields_of
 from bireme.plan.fit import Fit, FitHelp, MachinesFit, Range
 from bireme.plan.forecast import summarize
 from bireme.report.terminal import columns
@@ -41,9 +40,14 @@ def _row(row: MachinesFit, tokens: float) -> dict[str, Any]:
     best = row.candidate
     return {
         "machines": row.words,
-        **fields_of(row, "num_devices fits offloads host_bytes"),
+        "num_devices": row.num_devices,
+        "fits": row.fits,
+        "offloads": row.offloads,
+        "host_bytes": row.host_bytes,
         "is_best_so_far": row.is_stopped,
-        **fields_of(row, "device left_bytes limit_bytes"),
+        "device": row.device,
+        "left_bytes": row.left_bytes,
+        "limit_bytes": row.limit_bytes,
         "plan": None if best is None else asdict(summarize(best)),
         "cuts": None if best is None else list(best.plan.cuts),
         "tokens_per_s": None if row.tokens_per_s is None else asdict(row.tokens_per_s),

@@ -8,7 +8,6 @@ from typing import Any
 from bireme.bounds import bytes_text, seconds_text
 from bireme.cluster.cluster import Cluster, Overlap, link_notes
 from bireme.codec.description import AS_IT_IS
-from bireme.documents import fields_of
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
 from bireme.plan.forecast import (
@@ -372,7 +371,9 @@ def _stages(best: Candidate, names: Sequence[str]) -> list[dict[str, Any]]:
             "devices": list(stage.devices),
             "recompute": stage.recompute,
             "predicted_busy_s": stage.busy_s,
-            **fields_of(stage, "peak_bytes process_bytes limit_bytes"),
+            "peak_bytes": stage.peak_bytes,
+            "process_bytes": stage.process_bytes,
+            "limit_bytes": stage.limit_bytes,
             "headroom_bytes": stage.limit_bytes - stage.peak_bytes,
         }
         for stage in best.forecast.stages

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from bireme.bounds import bytes_text, seconds_text
 from bireme.codec.description import CodecRate
-from bireme.documents import fields_of
 from bireme.profile.behavior import Behavior, Idle, MemoryBlock, Owner, idle_intervals, percentile
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
@@ -298,7 +297,9 @@ def memory_document(
     peak, repetition = behavior.peak, behavior.repetition
     intervals = idle_intervals(behavior)
     return {
-        **fields_of(behavior, "device duration_s traced_s"),
+        "device": behavior.device,
+        "duration_s": behavior.duration_s,
+        "traced_s": behavior.traced_s,
         "phases": [asdict(span) for span in behavior.spans],
         "peak_bytes": peak.num_bytes,
         "peak_at_s": peak.at_s,
@@ -330,9 +331,11 @@ def _intervals(intervals: Sequence[Idle]) -> dict[str, Any]:
 
 def _plain_swaps(plan: SwapPlan) -> dict[str, Any]:
     return {
-        **asdict(plan.bandwidth),
+        "out_bytes_per_s": plan.bandwidth.out_bytes_per_s,
+        "in_bytes_per_s": plan.bandwidth.in_bytes_per_s,
         "num_swappable_intervals": plan.num_feasible,
-        **fields_of(plan, "num_swappable_blocks swappable_block_bytes"),
+        "num_swappable_blocks": plan.num_swappable_blocks,
+        "swappable_block_bytes": plan.swappable_block_bytes,
         "swappable_bytes": plan.saved_bytes,
         "swapped_peak_bytes": plan.peak_bytes,
         "swaps": [

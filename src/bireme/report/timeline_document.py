@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from bireme.documents import fields_of, read_json
+from bireme.documents import read_json
 from bireme.errors import BiremeError
 from bireme.files import write_chunks_atomically, write_text_atomically
 from bireme.plan.plan import Plan
@@ -36,7 +36,12 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
     program = timeline.program
     return {
         "schedule": program.name,
-        **fields_of(program, "rule num_stages num_microbatches num_batches num_sliced num_instructions"),
+        "rule": program.rule,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "num_batches": program.num_batches,
+        "num_sliced": program.num_sliced,
+        "num_instructions": program.num_instructions,
         **_window(timeline),
         "ranks": [
             {
@@ -45,7 +50,9 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
                 "busy_s": rank.busy_s,
                 "peak_bytes": kept.peak_bytes,
                 "at_peak_bytes": kept.at_peak,
-                **fields_of(kept, "peak_stashed_microbatches weight_versions receive_buffers"),
+                "peak_stashed_microbatches": kept.peak_stashed_microbatches,
+                "weight_versions": kept.weight_versions,
+                "receive_buffers": kept.receive_buffers,
             }
             for rank, kept in zip(timeline.ranks, timeline.memory, strict=True)
         ],
@@ -60,7 +67,7 @@ def timeline_document(timeline: Timeline, advice: Lookahead | None = None) -> di
             if not transfers.is_sync
         ],
         "pace": [asdict(part) for part in pace(timeline)],
-        "advice": _advice(advice),
+        "advice": None if advice is None else _advice(advice),
         **({"tiers": list(_tiers(timeline)), "chunks": list(_chunked(timeline))} if program.tiers else {}),
     }
 
@@ -99,24 +106,31 @@ def comparison_document(contenders: Iterable[ScheduleOutcome]) -> dict[str, Any]
             "schedule": contender.schedule.name,
             "rule": contender.schedule.rule,
             "refused": contender.refused,
-            "advice": _advice(contender.advice),
+            "advice": None if contender.advice is None else _advice(contender.advice),
         }
         if contender.timeline is not None:
             memory = contender.timeline.memory
             row |= _window(contender.timeline) | {
-                name: max(getattr(kept, name) for kept in memory)
-                for name in ("peak_bytes", "peak_stashed_microbatches", "weight_versions", "receive_buffers")
+                "peak_bytes": max(kept.peak_bytes for kept in memory),
+                "peak_stashed_microbatches": max(kept.peak_stashed_microbatches for kept in memory),
+                "weight_versions": max(kept.weight_versions for kept in memory),
+                "receive_buffers": max(kept.receive_buffers for kept in memory),
             }
         rows.append(row)
     return {"comparison": rows}
 
 
-def _advice(advice: Lookahead | None) -> dict[str, float] | None:
-    return None if advice is None else fields_of(advice, "lookahead steady_batch_s")
+def _advice(advice: Lookahead) -> dict[str, float]:
+    return {"lookahead": advice.lookahead, "steady_batch_s": advice.steady_batch_s}
 
 
 def _window(timeline: Timeline) -> dict[str, float]:
-    return fields_of(timeline, "makespan_s steady_batch_s bubble_fraction steady_bubble_fraction")
+    return {
+        "makespan_s": timeline.makespan_s,
+        "steady_batch_s": timeline.steady_batch_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "steady_bubble_fraction": timeline.steady_bubble_fraction,
+    }
 
 
 # The timeline of a few batches of a run as a file, to be drawn later.

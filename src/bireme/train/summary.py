@@ -9,7 +9,7 @@ from typing import Any
 from bireme.bounds import bytes_text, rate_text
 from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Cluster
-from bireme.documents import fields_of, plain
+from bireme.documents import plain
 from bireme.errors import BiremeError
 from bireme.model.units import units_of
 from bireme.plan.forecast import StageForecast, TierForecast, joules_per_sample
@@ -165,7 +165,9 @@ def summary_of(
         "schedule": plan.schedule,
         "first_delayed_step": first_delayed_step(run, saved),
         "model": run.model.source,
-        **fields_of(own, "reason num_skipped checkpoint"),
+        "reason": own.reason,
+        "num_skipped": own.num_skipped,
+        "checkpoint": own.checkpoint,
         "sample": sample,
         "warnings": [
             *own.warnings,

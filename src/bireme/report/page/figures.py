@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from bireme.cluster.cluster import Cluster
-from bireme.documents import fields_of, plain
+from bireme.documents import plain
 from bireme.errors import BiremeError
 from bireme.plan.forecast import StageForecast, joules_per_sample
 from bireme.plan.plan import Plan
@@ -418,6 +418,7 @@ def _timeline(timeline: Timeline | None) -> dict[str, float] | None:
         return None
     return {
         "num_batches": timeline.program.num_batches,
-        **fields_of(timeline, "makespan_s steady_batch_s"),
+        "makespan_s": timeline.makespan_s,
+        "steady_batch_s": timeline.steady_batch_s,
         "idle_share": idle_share(timeline),
     }
