@@ -340,7 +340,7 @@ def test_a_version_is_no_copy_before_the_next_host_has_it_whole(monkeypatch: pyt
         version = copier.begin(_snapshot(3), {}, None)
         _wait(lambda: "does not take a second copy" in copier.failure)
         assert copier.is_busy
-        assert not copier.newest
+        assert (copier.newest, copier.failure == "") == (None, False)
         own.follower = other.address
         _wait(lambda: not copier.is_busy)
         assert (copier.newest, copier.failure) == (version, "")

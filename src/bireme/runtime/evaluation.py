@@ -30,7 +30,6 @@ from bireme.runtime.layout import Layout, layout_of, work_of
 from bireme.runtime.message_format import Boundaries
 from bireme.runtime.microbatches import Batch, Cutter, Feed, MicroBatch, Portion
 from bireme.runtime.paging.rank_paging import RankPaging
-from bireme.runtime.paging.stage_memory import StageMemory
 from bireme.runtime.parameter_groups import bank_dtype_of, step_dtype_of
 from bireme.runtime.settings import PipelineSettings
 from bireme.runtime.shared_weights import Sharers
@@ -391,7 +390,7 @@ class Assembly:
                 )
         source = self.plan.source
         dtypes = {name: step_dtype_of(bank_dtype_of(given[name], bank_dtype)) for name in trainable}
-        paged = None if self.paging is None else self.paging.stage(stage)
+        memory = None if self.paging is None else self.paging.stage(stage)
         banks = WeightBanks(
             {name: given[name] for name in function.parameters},
             trainable,
@@ -402,7 +401,7 @@ class Assembly:
             summed_apart=self.layout.tied.keys() | (self.layout.repeated if self.sharers else ()),
             stage=stage,
             principal=principal_of(maps, self.settings.form, dtypes, source.rule, device),
-            memory=paged,
+            memory=memory,
             sharers=self.sharers,
             averagers=self.averagers,
         )
@@ -413,10 +412,10 @@ class Assembly:
             {name: given[name].clone() for name in function.buffers},
             self.boundaries,
             self.batches,
-            device,
-            stage in source.recomputed,
-            gradient_hook,
-            paged or StageMemory(),
+            device=device,
+            recomputes=stage in source.recomputed,
+            gradient_hook=gradient_hook,
+            memory=memory,
         )
 
 

@@ -7,7 +7,6 @@ An evaluation is a program too, of nothing but forwards and their messages: it r
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -39,20 +38,26 @@ class _RunsForward(Protocol):
         ...
 
 
-@dataclass(eq=False)
 class Interpreter:
     """Runs one rank of a pipeline."""
 
-    _stages: Mapping[int, Stage]
-    _stage_messages: StageMessages
-    _updates: Updates
-    _on_instruction: OnInstruction
-    _stopwatch: Stopwatch | None = None
-    _paging: RankPaging | None = None
-    averages: InitVar[Averages | None] = None
-
-    def __post_init__(self, averages: Averages | None) -> None:
-        self._forwards: Mapping[int, _RunsForward] = self._stages
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        stage_messages: StageMessages,
+        updates: Updates,
+        on_instruction: OnInstruction,
+        stopwatch: Stopwatch | None = None,
+        paging: RankPaging | None = None,
+        averages: Averages | None = None,
+    ) -> None:
+        self._stages = stages
+        self._forwards: Mapping[int, _RunsForward] = stages
+        self._stage_messages = stage_messages
+        self._updates = updates
+        self._on_instruction = on_instruction
+        self._stopwatch = stopwatch
+        self._paging = paging
         self._now: Callable[[], Moment] = _nobody_asks
         self._began: Moment = 0.0
         """When the instruction under way began to work: after its wait for a message or a sum."""
@@ -62,27 +67,27 @@ class Interpreter:
             Kind.BACKWARD_INPUT: self._backward,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.RECOMPUTE: self._recompute,
-            Kind.SEND_FORWARD: self._stage_messages.send,
-            Kind.SEND_BACKWARD: self._stage_messages.send,
-            Kind.RECV_FORWARD: self._stage_messages.receive,
-            Kind.RECV_BACKWARD: self._stage_messages.receive,
+            Kind.SEND_FORWARD: stage_messages.send,
+            Kind.SEND_BACKWARD: stage_messages.send,
+            Kind.RECV_FORWARD: stage_messages.receive,
+            Kind.RECV_BACKWARD: stage_messages.receive,
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update,
-            Kind.TRIAL: self._updates.trial,
+            Kind.TRIAL: updates.trial,
         }
         self._evaluates = dict(self._actions)
         """The same actions, for stages that train nothing, and so page and share nothing."""
-        if any(stage.banks.shared is not None for stage in self._stages.values()):
+        if any(stage.banks.shared is not None for stage in stages.values()):
             for kind in COMPUTE:
                 self._actions[kind] = self._when_whole(self._actions[kind])
             self._actions |= {
-                Kind.SCATTER: lambda step: self._stages[step.stage].begin_sums(step.batch),
-                Kind.COLLECT: self._updates.collect,
+                Kind.SCATTER: lambda step: stages[step.stage].begin_sums(step.batch),
+                Kind.COLLECT: updates.collect,
             }
         if averages is not None:
             self._actions |= {Kind.AVERAGE_START: averages.start, Kind.AVERAGE_END: averages.end}
         self._move_whole: Callable[[Instruction], None] = self._moved_whole
-        if (paging := self._paging) is not None:
+        if paging is not None:
             self._move_whole = paging.around(self._moved_whole, self._begin)
             for kind in self._actions.keys() & {*COMPUTE, *_USE_CHUNKS}:
                 self._actions[kind] = paging.around(self._actions[kind], self._begin)

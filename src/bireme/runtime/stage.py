@@ -251,30 +251,40 @@ class _Kept:
     rest: list[Rest] = field(default_factory=list)
 
 
-@dataclass(eq=False)
 class Stage:
     """Runs one stage. `recomputes` says that a forward keeps only what comes in. What `function` feeds to the
     gradient hook belongs to the batch whose backward runs.
     """
 
-    index: int
-    function: AnyStageFunction
-    banks: WeightBanks
-    buffers: _Tensors
-    _boundaries: Boundaries
-    _batches: Batches
-    _device: torch.device
-    _recomputes: bool
-    _gradient_hook: GradientHook | None
-    _memory: StageMemory
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        index: int,
+        function: AnyStageFunction,
+        banks: WeightBanks,
+        buffers: _Tensors,
+        boundaries: Boundaries,
+        batches: Batches,
+        *,
+        device: torch.device,
+        recomputes: bool,
+        gradient_hook: GradientHook | None = None,
+        memory: StageMemory | None = None,
+    ) -> None:
+        self.index = index
+        self.function = function
+        self.banks = banks
+        self.buffers = buffers
+        self._boundaries = boundaries
+        self._batches = batches
+        self._device = device
+        self._recomputes = recomputes
+        self._gradient_hook = gradient_hook
+        self._memory = memory or StageMemory()
         self._kept: dict[Place, _Kept] = {}
         self._loss_gradients: dict[float, Tensor] = {}
         """The gradients that losses begin their backward with, by their share in the batch."""
-        learned = self._boundaries.learned
-        self._sends_gradients = tuple(name for name in self.function.receives if name in learned)
-        self._gets_gradients = self._boundaries.gradients_into(self.index)
+        self._sends_gradients = tuple(name for name in function.receives if name in boundaries.learned)
+        self._gets_gradients = boundaries.gradients_into(index)
 
     @property
     def num_kept(self) -> int:

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from statistics import fmean, median
@@ -375,9 +375,9 @@ class RunCheckpoints:
     has_led: bool = True
     tries_again: bool = False
     """Whether the last checkpoint failed before, and waits for room."""
-    _snapshot_bytes: int = 0
+    _snapshot_bytes: int = field(default=0, init=False)
     """Of this rank's part of the last checkpoint that was asked for."""
-    _asked: int | None = None
+    _asked: int | None = field(default=None, init=False)
     """The step of the last checkpoint that was asked for."""
 
     def is_due(self, step: int) -> bool:

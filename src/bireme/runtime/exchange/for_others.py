@@ -47,11 +47,11 @@ class ForOthers:
     _changed: threading.Condition
     of_batches: bool
     kept_bytes: int = KEPT_BYTES
-    peak_bytes: int = 0
+    peak_bytes: int = field(default=0, init=False)
     """The most that sums and snapshots for other replicas took at a time."""
-    _snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = field(default_factory=dict)
+    _snapshots: dict[int, tuple[Snapshot, dict[str, Any]]] = field(default_factory=dict, init=False)
     """With where the run was then: the rounds of each line that are in it, and the window."""
-    _is_closed: bool = False
+    _is_closed: bool = field(default=False, init=False)
 
     def note(self, word: CoordinatorReply) -> None:
         """Let go of what all others have."""

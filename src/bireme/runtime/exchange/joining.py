@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 from zlib import crc32
@@ -37,7 +37,7 @@ class Donations:
     _rebuilt: frozenset[str]
     _more: Callable[[], Mapping[str, Tensor]]
     _replica: int
-    _updated: int = -1
+    _updated: int = field(default=-1, init=False)
     """The last batch that a stage was updated from."""
 
     def before_update(self, _stage: Stage, batch: int) -> None:

@@ -149,21 +149,21 @@ class RoundLine:
     firsts: Sequence[int | None] = ()
     device: torch.device | None = None
     how: HowOfRound | None = None
-    at: RoundAt = field(default_factory=RoundAt)
-    next: int = 0
-    offers: dict[int, Offer] = field(default_factory=dict)
+    at: RoundAt = field(default_factory=RoundAt, init=False)
+    next: int = field(default=0, init=False)
+    offers: dict[int, Offer] = field(default_factory=dict, init=False)
     """By round, what the rank brings to it."""
-    contribution: Contribution | None = None
+    contribution: Contribution | None = field(default=None, init=False)
     """To the next round, as it was made."""
-    made: RoundSum | None = None
+    made: RoundSum | None = field(default=None, init=False)
     """The sum that was made and is not yet committed, in the attempt that the report says."""
-    was_offered: bool = False
+    was_offered: bool = field(default=False, init=False)
     """Whether the contribution has samples of this rank in it. A later offer may be waiting."""
-    failed: Grant | None = None
+    failed: Grant | None = field(default=None, init=False)
     """The attempt in which a member was lost."""
-    kept: dict[int, RoundSum] = field(default_factory=dict)
+    kept: dict[int, RoundSum] = field(default_factory=dict, init=False)
     """Sums that other replicas may still ask for."""
-    settled: deque[RoundSum] = field(default_factory=deque)
+    settled: deque[RoundSum] = field(default_factory=deque, init=False)
     """Rounds that count and that the rank has not taken."""
 
     def __post_init__(self) -> None:
