@@ -150,3 +150,27 @@ def test_a_phase_ends_if_none_of_its_machines_calls_the_coordinator_that_takes_i
     made.turn()
     assert blue._ask("beat", **NO_NEWS)["phases"][0]["orders"]["phase"] == 3
     meeting.close()
+
+
+def test_a_switch_is_recorded_before_a_machine_hears_of_it_and_is_taken_up(tmp_path: Path) -> None:
+    """The coordinator that takes the run up stops the machines that have not heard, with the same words."""
+    meeting, kept = begun(tmp_path)
+    recorded = list[bool]()
+    meeting.gathering.keep = lambda _, __, switches: recorded.append(switches)
+    phase = meeting.gathering.phases.current
+    assert phase is not None
+    phase.end = "stop"
+    meeting.gathering.turn()
+    assert recorded == [True]
+    told = meeting.called[0]._ask("beat", **NO_NEWS)["phases"][0]
+    meeting.close()
+    made = Gathering(RUN, OWN, "127.0.0.1", (2, 2), 0.0, meeting.list, meeting.told.append)
+    made.take_up(2, kept, switches=True)
+    meeting.listener = GatheringListener(made, ("127.0.0.1", 0), OWN, FACTS)
+    meeting.address = ("127.0.0.1", meeting.listener.port)
+    blue = meeting.join(BLUE, "blue")
+    meeting.join(GREEN, "green")
+    assert [(one["end"], one["switches"]) for one in (told, *blue._ask("beat", **NO_NEWS)["phases"])] == [
+        ("stop", True)
+    ] * 2
+    meeting.close()
