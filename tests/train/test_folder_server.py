@@ -325,6 +325,9 @@ def test_a_damaged_manifest_on_one_machine_does_not_keep_the_others_from_being_c
 def test_the_end_of_a_run_waits_for_machines_that_may_copy_and_not_for_those_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next phase, which is prepared on the other one meanwhile, serves the same folder there. The end
+    waited for it for ever.
+    """
     monkeypatch.setattr(host_launcher, "_WRITTEN_S", 0.01)
     folders = [tmp_path / "own", tmp_path / "other"]
     all_orders = [
@@ -333,16 +336,19 @@ def test_the_end_of_a_run_waits_for_machines_that_may_copy_and_not_for_those_tha
     ]
     with serving(tmp_path) as (gone,):
         pass
-    with serving(folders[0]) as (own,), ExitStack() as copying:
+    with serving(*folders) as (own, following), ExitStack() as copying:
         (other,) = copying.enter_context(serving(folders[1]))
         for number, (folder, orders) in enumerate(zip(folders, all_orders, strict=True)):
             folder.mkdir()
             note_machines(folder, MachinesNote((own, other, gone), number))
             note_begin(orders, 0)
+        note_machines(folders[0], MachinesNote((own, following, gone), 0))
         note_end(all_orders[0], cast(Outcome, SimpleNamespace(reason="finished", steps=3)))
         leader, follower = (
-            threading.Thread(target=part, args=(orders,), kwargs={"leads": not number})
-            for number, orders in enumerate(all_orders)
+            threading.Thread(target=part, args=(orders, others), kwargs={"leads": not number})
+            for number, (orders, others) in enumerate(
+                zip(all_orders, ((other, gone), (own, gone)), strict=True)
+            )
         )
         follower.start()
         leader.start()

@@ -381,11 +381,11 @@ def _token_of(orders: Orders) -> str:
     return "" if orders.hosts is None else orders.hosts.token
 
 
-def part(orders: Orders, *, leads: bool) -> None:
+def part(orders: Orders, others: Sequence[KeeperAddress], *, leads: bool) -> None:
     """Part from the other machines of a run, once this one has copied what it keeps of theirs. The machine
     that led writes down that the results are written, and waits until no other one copies files from here
     any more; the others wait until it has, for it may read files there. A machine that is gone is not waited
-    for.
+    for. `others` served in this start: the folder may name those of the next phase, which is prepared.
     """
     folder, own = orders.folder, _under_way_in(orders.folder)
     if own is None:
@@ -395,7 +395,7 @@ def part(orders: Orders, *, leads: bool) -> None:
         return
     with suppress(BiremeError, OSError):
         _write_under_way(folder, replace(own, is_finished=True))
-    for address in other_machines(folder.path):
+    for address in others:
         # One that led too, as the last replica that it knew of, does not copy.
         _wait_until_finished(partial(_under_way_at, address, folder, own))
 

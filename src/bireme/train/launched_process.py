@@ -172,7 +172,7 @@ def _on_host(
         finished = train_on_host(orders, orders.hosts, host, prepared, keeper)
         if folders.note is not None:
             folders.finish()
-            part(orders, leads=finished is not None)
+            part(orders, folders.note.others, leads=finished is not None)
         return finished
     wait_for_launcher(orders.hosts, rank)
     return None
@@ -263,7 +263,7 @@ class _Joined:
                 self._talk.hear("ended")
             if self._folders.note is not None:
                 self._folders.finish()
-                part(orders, leads=False)
+                part(orders, self._folders.note.others, leads=False)
             self._talk.count_in("parted")
             return None
         told = [self._talk.hear(f"outcome/{place}") for place in range(len(orders.places))]
@@ -275,7 +275,7 @@ class _Joined:
             self._talk.say("ended", True)
             finished = self._finished(led, outcomes)
             self._folders.finish()
-            part(orders, leads=True)
+            part(orders, self._folders.note.others, leads=True)
         self._talk.count_in("parted")
         # The store may be in this process, and the others need it until they have said good-bye.
         until(lambda: self._talk.counted("parted") == size, _PARTING_S)
