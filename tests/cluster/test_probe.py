@@ -1,12 +1,17 @@
 """`bireme cluster probe`: real processes measured over gloo, and what is refused before any is started."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from bireme.cluster.cluster_file import read_cluster
 from bireme.errors import BiremeError
+from bireme.memory.disk_tier import DiskTier
+from bireme.runtime.measuring import probe
 from bireme.runtime.measuring.probe import ProbeSetting, probe_here
 from tests.support.command import bireme
 from tests.support.copies import Copy
@@ -37,6 +42,39 @@ def test_processes_of_this_machine_are_probed(tmp_path: Path) -> None:
     assert server.disk_bytes > 0
     assert server.disk_bytes_per_s > 0
     assert all(device.host_bytes_per_s > 0 for device in server.devices)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_is_as_fast_as_for_slots_that_were_written_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run writes to each slot again and again; only the first time the file system must find it room."""
+    now_s, written = 0.0, set[int]()
+
+    def write(_tier: DiskTier, slot: int, _data: Tensor) -> None:
+        nonlocal now_s
+        now_s += 0.002 if slot in written else 0.1
+        written.add(slot)
+
+    def read(_tier: DiskTier, _slot: int, _into: Tensor) -> None:
+        nonlocal now_s
+        now_s += 0.006
+
+    monkeypatch.setattr(DiskTier, "write", write)
+    monkeypatch.setattr(DiskTier, "read", read)
+    monkeypatch.setattr(probe, "perf_counter", lambda: now_s)
+    assert probe.measured_disk_bytes_per_s(tmp_path) == pytest.approx(2 * 4 * 2**20 / 0.008, rel=0.01)
+
+
+def test_a_disk_that_cannot_be_measured_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_given: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("bireme.memory.disk_tier.os.pwritev", fail)
+    with pytest.raises(BiremeError, match=r"The disk of .* cannot be measured: Input/output error\.$"):
+        probe.measured_disk_bytes_per_s(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

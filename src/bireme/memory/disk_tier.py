@@ -131,6 +131,12 @@ class DiskTier:
         if not into.is_cpu:
             copy_bytes(into, target)
 
+    def flush(self) -> None:
+        """Have the disk hold all that was written, and the system's cache nothing of it."""
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Give the file's room back."""
         self._file.close()

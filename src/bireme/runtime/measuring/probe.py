@@ -5,13 +5,11 @@ units. What the measurements mean is inferred in `cluster/inference.py`, which i
 """
 
 import json
-import mmap
 import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,9 +25,9 @@ from bireme.cluster.inference import Inferred, infer
 from bireme.cluster.machine import host_name, memory_bytes, num_cores
 from bireme.cluster.probed import AllReduce, Experiment, Flow, Measurements, experiments_for
 from bireme.devices import is_accelerator, synchronize
-from bireme.errors import BiremeError, Progress, system_errors
-from bireme.memory.disk_tier import HostTier, make_direct
-from bireme.memory.system_memory import chunk_memory
+from bireme.errors import BiremeError, Progress
+from bireme.memory.disk_tier import DiskTier, HostTier
+from bireme.memory.system_memory import bytes_at, chunk_memory, pages
 from bireme.profile.control import device_here
 from bireme.runtime.fabric import DistFabric
 from bireme.runtime.launch import launch
@@ -204,7 +202,7 @@ _NUM_SMALL = 99
 _BLOCK_BYTES = 4 * 2**20
 _FEWEST_BLOCKS, _MOST_BLOCKS = 4, 64
 _DISK_S = 0.5
-"""For each direction, about."""
+"""For the first of three passes, about."""
 _USABLE = 0.9
 """The share of the free disk space that paging may fill."""
 
@@ -292,30 +290,30 @@ def free_disk_bytes(folder: Path) -> int:
 
 
 def measured_disk_bytes_per_s(folder: Path) -> float:
-    """The slower of writing and reading blocks in a folder, past the system's cache where that can be.
-
-    The file has no name and is gone whatever happens.
+    """How fast chunks go to the disk of a folder and back, half of the bytes each way: to slots that were
+    written before, as in a run but for its first steps, for new ones take longer.
     """
-    block = mmap.mmap(-1, _BLOCK_BYTES)  # at the begin of a page, as direct files want it
-    block.write(os.urandom(2**16) * (_BLOCK_BYTES // 2**16))
-    what = f"The disk of {folder} cannot be measured"
-    with system_errors(what), tempfile.TemporaryFile(dir=folder) as file:
-        number = file.fileno()
-        make_direct(number)
-        begin_s = perf_counter()
-        count = 0
-        while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
-            os.pwrite(number, block, count * _BLOCK_BYTES)
-            count += 1
-        os.fsync(number)
-        written_s = perf_counter() - begin_s
-        with suppress(OSError, AttributeError):
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        begin_s = perf_counter()
-        for place in range(count):
-            os.preadv(number, [block], place * _BLOCK_BYTES)
-        read_s = perf_counter() - begin_s
-    return _rounded(count * _BLOCK_BYTES / max(written_s, read_s))
+    block = pages(_BLOCK_BYTES)
+    bytes_at(block)[:] = os.urandom(2**16) * (_BLOCK_BYTES // 2**16)
+    count, begin_s = 0, perf_counter()
+    try:
+        with closing(DiskTier(folder, _BLOCK_BYTES)) as tier:
+            while count < _FEWEST_BLOCKS or (count < _MOST_BLOCKS and perf_counter() - begin_s < _DISK_S):
+                tier.grow(1)
+                tier.write(count, block)
+                count += 1
+            tier.flush()
+            begin_s = perf_counter()
+            for slot in range(count):
+                tier.write(slot, block)
+            tier.flush()
+            for slot in range(count):
+                tier.read(slot, block)
+            seconds = perf_counter() - begin_s
+    except BiremeError as error:
+        why = getattr(error.__cause__, "strerror", None) or error
+        raise BiremeError(f"The disk of {folder} cannot be measured: {why}.") from error
+    return _rounded(2 * count * _BLOCK_BYTES / seconds)
 
 
 MODEL = "gpt:layers=2,width=256,heads=4,vocab=512,context=64"
