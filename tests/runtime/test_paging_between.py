@@ -158,13 +158,13 @@ def test_an_evaluation_reads_the_weights_of_a_stage_once_for_each_batch_within_t
     for one in (expected, pipeline):
         list(one.train(data[:2]))
     brought: Counter[Chunk] = Counter()
-    bring = ChunkStore.bring
+    put = ChunkStore.put
 
-    def counted(store: ChunkStore, one: Chunk) -> None:
-        brought[one] += 1
-        bring(store, one)
+    def counted(store: ChunkStore, one: Chunk, tier: int) -> None:
+        brought[one] += tier == 0
+        put(store, one, tier)
 
-    monkeypatch.setattr(ChunkStore, "bring", counted)
+    monkeypatch.setattr(ChunkStore, "put", counted)
     assert pipeline.evaluate(data[:2]) == expected.evaluate(data[:2])
     assert brought
     assert max(brought.values()) <= 2, "once for each of two batches, of three micro-batches each"

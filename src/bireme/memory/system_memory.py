@@ -53,12 +53,10 @@ class AddressRange:
     """
 
     def __init__(self, memory: ChunkMemory, num_chunks: int) -> None:
-        self.num_chunks = num_chunks
         self.chunk_bytes = memory.slot_bytes
-        paged_bytes = num_chunks * memory.slot_bytes
-        self.bytes = memory.reserve(num_chunks, more_bytes=paged_bytes)
-        self.paged_bytes = paged_bytes
-        self._chunks = torch.split(self.bytes[:paged_bytes], memory.slot_bytes)
+        self.paged_bytes = num_chunks * memory.slot_bytes
+        self.bytes = memory.reserve(num_chunks, more_bytes=self.paged_bytes)
+        self._chunks = torch.split(self.bytes[: self.paged_bytes], memory.slot_bytes)
         self._of_dtype: dict[torch.dtype, Tensor] = {}
         self.used_bytes = self._apart_bytes = 0
 

@@ -65,10 +65,6 @@ class BatchStreams:
                 found = None if known is None else known.product(self.shapes[name])
             yield name, found
 
-    def summed(self) -> "BatchStreams":
-        """The same streams, for components of their own."""
-        return BatchStreams(self.shapes, self.streams)
-
     @property
     def num_bytes(self) -> int:
         """What streams and components take."""
@@ -431,7 +427,7 @@ class GradientPool:
     def open_copy(self, sums: GradientSums) -> GradientSums:
         """A copy of sums, in arenas of its own, with torch. Streams, which no sum changes, are the same."""
         copy = self._opened(_plain)
-        copy.streams = None if sums.streams is None else sums.streams.summed()
+        copy.streams = sums.streams and BatchStreams(sums.streams.shapes, sums.streams.streams)
         for target, source in zip(copy.arenas, sums.arenas, strict=True):
             target.flat.copy_(source.flat)
         copy.held |= sums.held

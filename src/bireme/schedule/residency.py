@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from bireme.schedule.accesses import Sizes, unpaged
 from bireme.schedule.chunk_account import Holding
-from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Item, Kind
+from bireme.schedule.instruction import RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import RankTiers
 
@@ -187,7 +187,9 @@ class _Ledger:
             self.kept[6] = max(sizes.workspace[stage] + more[stage] for stage in stages)
         self.bytes = sum(self.kept)
         self.versions = dict.fromkeys(stages, 1)
-        self.most_versions = {stage: self._most_versions(stage) for stage in stages}
+        beside = program.rule is Rule.FRESH and not self.sizes.master
+        self.most_versions = {stage: program.banks[stage] + beside for stage in stages}
+        """The banks, and under FRESH the newest weights besides the trial versions."""
         self.open: dict[tuple[int | None, ...], float] = {}
         """The bytes of gradients that are here: by stage, batch, and micro-batch where each is applied apart,
         from the first backward to the update; by stage and batch, where replicas share weights, what there is
@@ -208,11 +210,6 @@ class _Ledger:
         self.chunks: Counter[Item] = Counter()
         """The chunks on the device, in a rank that pages."""
 
-    def _most_versions(self, stage: int) -> int:
-        """The banks, and under FRESH the newest weights besides the trial versions."""
-        beside = self.program.rule is Rule.FRESH and not self.sizes.master
-        return self.program.banks[stage] + beside
-
     def entry(self, step: Instruction) -> _Entry:
         """What booking such an instruction does, whatever its batch."""
         entry = _Entry(step.kind, step.stage)
@@ -223,7 +220,8 @@ class _Ledger:
         if step.kind in RECEIVES:
             takes.append((5, share * self._message_bytes(step.kind is Kind.RECV_FORWARD, step.stage)))
             entry.posts = 1
-        if step.kind in COMPUTE and self._comes_from_afar(step):
+        needed = step.needs(self.program.num_stages)
+        if needed is not None and self.program.ends_of(needed)[0] != self.rank:
             gives.append((5, share * self._message_bytes(step.kind is Kind.FORWARD, step.stage)))
             entry.uses = 1
         if step.kind is Kind.FORWARD:
@@ -303,10 +301,6 @@ class _Ledger:
         if not in_place and self.versions[entry.stage] < self.most_versions[entry.stage]:
             self.versions[entry.stage] += 1
             self._add(0, self.sizes.version[entry.stage] / self.program.num_sharers)
-
-    def _comes_from_afar(self, step: Instruction) -> bool:
-        needed = step.needs(self.program.num_stages)
-        return needed is not None and self.program.ends_of(needed)[0] != self.rank
 
     def _waiting_bytes(self, stage: int) -> float:
         return self.sizes.waiting[stage] if self.sizes.waiting else 0.0

@@ -16,7 +16,6 @@ be. That is added to its next work.
 """
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class _ReplicaWire:
         """When the weights of a stage and version are whole, of those that no pass has used since."""
         self._summed_s = 0.0
         """When the last SCATTER is through."""
-        self.copies = {Kind.FETCH: _copies(REPLICAS, "device"), Kind.SCATTER: _copies("device", REPLICAS)}
+        self.copies = {Kind.FETCH: Copies(REPLICAS, "device"), Kind.SCATTER: Copies("device", REPLICAS)}
 
     def ready_s(self, step: Instruction, now: float, index: int) -> float:
         """When an instruction can start that has that index and comes up now."""
@@ -110,10 +109,6 @@ class _ReplicaWire:
         self._beside.add(start, end, copies_s and copies_s / seconds)
         _note(self.copies[step.kind], start, end, moved, index)
         return end
-
-
-def _copies(source: str, destination: str) -> Copies:
-    return Copies(source, destination, array("d"), array("d"), array("d"), array("q"))
 
 
 def _note(copies: Copies, start: float, end: float, num_bytes: float, index: int) -> None:
@@ -291,7 +286,7 @@ class RankMover(ChunkAccount[float]):
         if copies is None:
             upper = self.tiers.tiers[tier].name
             ends = (lower, upper) if is_fetch else (upper, lower)
-            copies = self.copies[tier, is_fetch] = _copies(*ends)
+            copies = self.copies[tier, is_fetch] = Copies(*ends)
         _note(copies, start, end, size, self.index)
         if is_fetch and tier == 0:
             self.arriving[chunk] = ready

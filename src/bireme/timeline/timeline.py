@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from operator import sub
 
@@ -95,10 +95,10 @@ class Copies:
 
     source: str
     destination: str
-    start_s: "array[float]"
-    end_s: "array[float]"
-    num_bytes: "array[float]"
-    posted_by: "array[int]"
+    start_s: "array[float]" = field(default_factory=lambda: array("d"))
+    end_s: "array[float]" = field(default_factory=lambda: array("d"))
+    num_bytes: "array[float]" = field(default_factory=lambda: array("d"))
+    posted_by: "array[int]" = field(default_factory=lambda: array("q"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,9 @@ class _KeptTensors(NamedTensors):
             yield self._last[2]
             first += 1
         failure: Exception | None = None
-        for one in self.shards[shard] if first < end else ():
+        for one in self.shards[shard]:
+            if first == end:
+                return
             try:
                 with talk_to(one.keeper, self.timeout_s) as talk:
                     talk.say(one.request(first, end))
@@ -206,7 +208,5 @@ class _KeptTensors(NamedTensors):
                         yield chunk
             except (OSError, BiremeError) as error:
                 failure = error
-            if first == end:
-                return
         if first < end:
             raise BiremeError(f"A second copy cannot be read: {failure}") from failure

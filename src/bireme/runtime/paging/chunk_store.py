@@ -257,12 +257,12 @@ class ChunkStore(ChunkAccount[CopyJob]):
         if self.copies_itself and not is_disk and not needs:
             begin_s = perf_counter()
             run()
-            self._note(into, is_fetch, perf_counter() - begin_s)
+            self._note((into, is_fetch), perf_counter() - begin_s)
             self.last.pop(chunk, None)
             self.last_read = None
             return slot
-        note = partial(self._note, into, is_fetch)
-        job = CopyJob((tier, is_fetch and not is_disk), self.tiers.chunk_bytes, run, needs, note=note)
+        note = partial(self._note, (into, is_fetch))
+        job = CopyJob((tier, is_fetch and not is_disk), run, needs, note=note)
         self._post(chunk, job)
         if into == 0:
             self.arriving[chunk] = job
@@ -276,9 +276,8 @@ class ChunkStore(ChunkAccount[CopyJob]):
         self._under_way.append(job)
         self.mover.post(job)
 
-    def _note(self, tier: int, is_fetch: bool, seconds: float) -> None:
-        """A chunk was copied into a tier, from the one below if it `is_fetch`, in these seconds."""
-        wire = tier, is_fetch
+    def _note(self, wire: Wire, seconds: float) -> None:
+        """A chunk was copied into a tier, maybe from the one below, in these seconds."""
         self.copied_s[wire] = self.copied_s.get(wire, 0.0) + seconds
         self.moved_bytes[wire] = self.moved_bytes.get(wire, 0) + self.tiers.chunk_bytes
 

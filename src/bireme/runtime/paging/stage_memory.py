@@ -261,15 +261,12 @@ class PagedStage(StageMemory):
 
     def put_back(self, tensor: Tensor, changed: Tensor) -> None:
         """As `StageMemory` says, on every tier that has a copy; others were changed where they are."""
-        store = self._store
-        if not store.ranges.holds(tensor):
-            return
         flat = changed.reshape(-1).view(torch.uint8)
-        for piece in _pieces(store, tensor):
+        for piece in _pieces(self._store, tensor):
             if piece.chunk is None:
                 piece.beyond[piece.of_chunk].copy_(flat[piece.of_tensor])
             else:
-                store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
+                self._store.change(piece.chunk, piece.of_chunk, flat[piece.of_tensor])
 
     def end(self, item: Item, number: int) -> None:
         """As `StageMemory` says."""
@@ -314,11 +311,12 @@ class _ByteRange:
 
 
 def _pieces(store: ChunkStore, tensor: Tensor) -> Iterator[_ByteRange]:
-    """The bytes of a tensor that lies in a range, chunk by chunk."""
+    """The bytes of a tensor that lies in a range, chunk by chunk; nothing of others."""
     found = store.ranges.find(tensor)
-    assert found is not None, "it lies in a range"
+    if found is None:
+        return
     own, (item, stage, number) = found
-    size, paged_bytes = own.chunk_bytes, own.num_chunks * own.chunk_bytes
+    size, paged_bytes = own.chunk_bytes, own.paged_bytes
     begin = at = tensor.storage_offset() * tensor.itemsize
     end = begin + tensor.nbytes
     while at < end:
