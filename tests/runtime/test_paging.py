@@ -352,7 +352,7 @@ def test_a_gradient_that_is_not_finite_skips_the_stages_that_have_not_stepped_ap
 def test_a_slot_that_is_free_now_is_taken_before_one_that_is_still_copied_from() -> None:
     pool = SlotPool(3)
     slots = [pool.take()[0] for _ in range(3)]
-    busy, later, done = (CopyJob((0, True), lambda: None) for _ in range(3))
+    busy, later, done = (CopyJob((0, True), 1, lambda: None) for _ in range(3))
     done.do()
     for slot, job in zip(slots, (busy, later, done), strict=True):
         pool.give(slot, job)
@@ -467,10 +467,10 @@ def test_a_process_that_is_killed_amid_a_write_leaves_no_file(tmp_path: Path) ->
 
 def test_the_time_of_a_copy_is_told_once_it_is_complete_on_the_device() -> None:
     events: list[str] = []
-    job = CopyJob((0, True), lambda: events.append("posted"), note=lambda _s: events.append("told"))
+    job = CopyJob((0, True), 1, lambda: events.append("posted"), note=lambda _s: events.append("told"))
     job.do(lambda: events.append("complete"))
     assert events == ["posted", "complete", "told"]
-    failed = CopyJob((0, True), lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
+    failed = CopyJob((0, True), 1, lambda: events.remove("nothing"), note=lambda _s: events.append("told"))
     failed.do()
     assert isinstance(failed.error, ValueError)
     assert len(events) == 3

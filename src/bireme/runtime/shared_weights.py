@@ -73,7 +73,7 @@ class Sharers:
     def post(self, work: Callable[[], None]) -> CopyJob:
         """Have work done in a thread, one after the other; only that thread uses `sums`."""
         assert self._worker is not None, "a pipeline is joined before it trains"
-        job = CopyJob((0, False), work)
+        job = CopyJob((0, False), 0, work)
         self._worker.post(job)
         return job
 

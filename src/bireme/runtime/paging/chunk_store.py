@@ -262,7 +262,7 @@ class ChunkStore(ChunkAccount[CopyJob]):
             self.last_read = None
             return slot
         note = partial(self._note, (into, is_fetch))
-        job = CopyJob((tier, is_fetch and not is_disk), run, needs, note=note)
+        job = CopyJob((tier, is_fetch and not is_disk), self.tiers.chunk_bytes, run, needs, note=note)
         self._post(chunk, job)
         if into == 0:
             self.arriving[chunk] = job

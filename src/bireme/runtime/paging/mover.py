@@ -20,11 +20,12 @@ Wire = tuple[int, bool]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class CopyJob:
-    """A copy, or what else must be done in the order of copies. `mark` is where the
+    """A copy of so many bytes, or what else must be done in the order of copies. `mark` is where the
     device's stream was when it was posted; `note` is told how long the copy took, once it is complete.
     """
 
     wire: Wire
+    num_bytes: int
     run: Callable[[], None]
     needs: tuple["CopyJob", ...] = ()
     mark: torch.Event | None = None
