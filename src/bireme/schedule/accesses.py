@@ -133,13 +133,11 @@ def _updated(program: Program, step: Instruction, *, master: bool) -> Iterator[U
     """The banks of an UPDATE. Under FRESH the newest weights are the optimizer's, with or without master."""
     if program.rule is Rule.FRESH:
         return
-    if program.banks[step.stage] == 1 and not master:
-        yield _use(program, step, Item.WEIGHTS, Mode.CHANGE)
-        return
-    if not master:
+    is_in_place = program.banks[step.stage] == 1 and not master
+    if not (master or is_in_place):
         before = ((step.version or 0) - 1) % program.banks[step.stage]
         yield Use(Item.WEIGHTS, step.stage, before, Mode.READ)
-    yield _use(program, step, Item.WEIGHTS, Mode.MAKE)
+    yield _use(program, step, Item.WEIGHTS, Mode.CHANGE if is_in_place else Mode.MAKE)
 
 
 def _averaged(program: Program, step: Instruction, *, master: bool) -> Iterator[Use]:

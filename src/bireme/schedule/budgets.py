@@ -56,6 +56,7 @@ class TierTooSmallError(BiremeError):
             f"is given {bytes_text(tier.budget_bytes or 0)}. Give it {advice}."
         )
         self.tier = tier.name
+        self.needed_bytes = needed_bytes
 
 
 def cut_memory(
