@@ -407,6 +407,7 @@ def test_a_list_that_cannot_be_read_any_more_puts_no_machine_out(meeting: Meetin
     change_admissions(meeting.list, lambda found: found.marked("blue", is_revoked=True))
     with pytest.raises(BiremeError, match="The key of blue has been revoked"):
         blue._ask("beat", **NO_NEWS)
+    assert "blue (127.0.0.1) takes part no more: its key was revoked. 0 of" in meeting.told[-1]
 
 
 def test_a_line_that_breaks_late_does_not_put_out_a_machine_that_has_called_again(meeting: Meeting) -> None:

@@ -555,6 +555,17 @@ def test_a_stop_ends_the_run_and_no_phase_follows() -> None:
     assert (story.phases.is_over, story.phases.status) == (True, 0)
 
 
+def test_a_run_that_is_stopped_while_it_is_planned_says_so() -> None:
+    """The status was that of the signal that ends its processes, and no line said why."""
+    story = Story(machines="abc")
+    story.phases.ask_stop()
+    story.turn()
+    assert story.phases.phases_of("a")[0].end == "stop"
+    story.end(1, a=-15, b=-15, c=-15)
+    assert (story.phases.is_over, story.phases.status) == (True, 130)
+    assert story.said[-1] == "The run was stopped before it has trained."
+
+
 EVENTS = st.one_of(
     st.tuples(st.just("come"), st.sampled_from(NAMES), st.sampled_from("12")),
     st.tuples(st.just("lose"), st.sampled_from(NAMES), st.booleans()),

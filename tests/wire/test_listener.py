@@ -21,6 +21,7 @@ from bireme.wire.listener import (
     authenticated,
     call,
     interface_of,
+    is_own_address,
 )
 from tests.support.patience import patience_s
 
@@ -194,3 +195,10 @@ def test_a_run_on_one_machine_listens_on_the_loopback_alone(monkeypatch: pytest.
         for one in doorway.sockets:
             one.close()
     assert interface_of("10.0.0.1") == ""
+
+
+def test_an_address_of_another_machine_is_none_of_this_one() -> None:
+    found = {
+        host: is_own_address(host) for host in ("127.0.0.1", "localhost", "192.0.2.1", "nowhere.invalid")
+    }
+    assert found == {"127.0.0.1": True, "localhost": True, "192.0.2.1": False, "nowhere.invalid": False}

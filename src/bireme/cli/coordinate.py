@@ -151,7 +151,7 @@ def _listening(
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.train.attendance import failures
     from bireme.train.coordination import Coordination
-    from bireme.wire.listener import address_towards
+    from bireme.wire.listener import address_towards, is_own_address
 
     facts = MachineFacts.own(__version__)
     if takes_part:
@@ -162,6 +162,11 @@ def _listening(
             typer.echo(text, err=stream == "err")
 
     address = address_of(listen) if listen else (address_towards(_NOWHERE) or "127.0.0.1", port)
+    if not is_own_address(address[0]):
+        tell(
+            f"{address[0]} is no address of this machine: others reach it only if a router forwards all TCP "
+            "ports to here. Without --listen it is the address that leads out of this machine."
+        )
     found = Coordination(
         run, folder, address, num_machines, wait_s, facts, out, takes_part=takes_part, **more
     )

@@ -186,7 +186,7 @@ class Gathering:
         except BiremeError:
             with self._lock:
                 if (one := self._members.get(public)) is not None and not one.is_gone:
-                    self._lose(one, for_good=True)
+                    self._lose(one, for_good=True, left="takes part no more: its key was revoked")
             raise
 
     def _newest_list(self) -> AdmissionList:
@@ -367,7 +367,9 @@ class Gathering:
             if one.seen_s <= until_s:
                 self._lose(one, for_good=for_good, returns=returns)
 
-    def _lose(self, one: _Member, *, for_good: bool = False, returns: str = "") -> None:
+    def _lose(
+        self, one: _Member, *, for_good: bool = False, returns: str = "", left: str = "has left"
+    ) -> None:
         one.is_gone = True
         self.phases.lose(one.public, time.monotonic(), for_good=for_good)
         if self.phases.is_over:
@@ -375,9 +377,9 @@ class Gathering:
         back = f" It returns at {printable(returns)[:20]}." if returns else ""
         if not self.phases.has_begun:
             del self._members[one.public]
-            self._tell(f"{one.name} ({one.address}) has left.{back} {self._count}")
+            self._tell(f"{one.name} ({one.address}) {left}.{back} {self._count}")
         elif for_good:
-            self._tell(f"{one.name} ({one.address}) has left.{back}")
+            self._tell(f"{one.name} ({one.address}) {left}.{back}")
         else:
             self._tell(
                 f"{one.name} ({one.address}) is gone, or its line to the coordinator is. It may come back."

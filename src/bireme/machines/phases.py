@@ -22,6 +22,8 @@ _MOST_FAILURES = 3
 """Phases in a row that may fail without a machine lost and without a new step."""
 _MISTAKE = 2
 """The exit status of a phase that no plan fits."""
+_INTERRUPTED = 130
+"""The exit status of a run that was stopped before it has trained."""
 _STILL_TIMES, _STILL_BATCHES = 3, 30
 """A phase with lost machines stands still after this many times its longest wait for news of a step, which
 come with the lines of the log, and after the time of this many batches.
@@ -296,7 +298,7 @@ class RunPhases:
         if self.current is not None:
             self._watch(self.current, now_s)
         elif self._stops:
-            self._finish(130 if not self.has_begun else 0)
+            self._finish(_INTERRUPTED if not self.has_begun else 0)
         elif self.following is not None:
             self._go(self.following, now_s)
         elif self._may_begin(now_s):
@@ -461,7 +463,11 @@ class RunPhases:
         statuses = phase.statuses.values()
         has_result = any(not max(map(abs, own), default=0) for own in statuses)
         if self._stops or (has_result and phase.end != "stop"):
-            self._finish(0 if has_result else phase.worst or 1)
+            if self._stops and phase.step is None and phase.is_killed:
+                self._say("The run was stopped before it has trained.")
+                self._finish(_INTERRUPTED)
+            else:
+                self._finish(0 if has_result else phase.worst or 1)
             return
         is_churn = bool(phase.lost) or phase.is_killed
         is_mistake = phase.worst == _MISTAKE and not is_churn

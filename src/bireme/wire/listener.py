@@ -358,6 +358,17 @@ def interface_of(address: str) -> str:
     return address if address == "localhost" or address.startswith("127.") else ""
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a host is this machine, by an address of one of its network cards."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def own_address() -> str:
     """This machine's address, as the process sees it that holds the store of the run."""
     named = os.environ.get("BIREME_ADDRESS")
