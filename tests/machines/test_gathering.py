@@ -1,5 +1,6 @@
 """Machines that join a coordinator: who is let in, and one sentence for who is not."""
 
+import signal
 import socket
 import threading
 import time
@@ -8,7 +9,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 
@@ -27,9 +29,13 @@ from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.train import attendance
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+from bireme.train.joined_processes import JoinedProcesses
 from bireme.wire.encryption import ALWAYS, VARIABLE
 from tests.support.command import bireme
 from tests.support.patience import patience_s
+
+if TYPE_CHECKING:
+    from bireme.runtime.processes import Process
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 
@@ -340,6 +346,24 @@ def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytes
         found.goes, found.ended = goes, [-9]
     assert blue._restart_killed()
     assert [(one.statuses(), one.goes) for one in blue._phases.values()] == [(None, True), (None, False)]
+
+
+def test_processes_that_still_start_are_stopped_without_waiting_for_them() -> None:
+    """After Ctrl-C each `bireme join` waited for its processes, was silent for 5 s, and counted as gone."""
+    opened, sent = threading.Event(), list[int]()
+    processes = JoinedProcesses.__new__(JoinedProcesses)
+    processes._starting, processes._switches = threading.Thread(target=opened.wait), False
+    processes._processes = [cast("Process", SimpleNamespace(send_signal=sent.append))]
+    processes.is_stopping = False
+    processes._starting.start()
+    processes.stop(switches=False)
+    assert not sent
+    opened.set()
+    ends_s = time.monotonic() + patience_s()
+    while not sent:
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+    assert sent == [signal.SIGTERM]
 
 
 def test_machines_measure_the_lines_between_them_before_the_run_begins(

@@ -563,7 +563,10 @@ def test_a_run_that_is_stopped_while_it_is_planned_says_so() -> None:
     assert story.phases.phases_of("a")[0].end == "stop"
     story.end(1, a=-15, b=-15, c=-15)
     assert (story.phases.is_over, story.phases.status) == (True, 130)
-    assert story.said[-1] == "The run was stopped before it has trained."
+    assert story.said[-2:] == [
+        "The run stops in order on all machines. Ctrl-C again ends this machine at once.",
+        "The run was stopped before it has trained.",
+    ]
 
 
 EVENTS = st.one_of(

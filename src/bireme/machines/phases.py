@@ -282,6 +282,8 @@ class RunPhases:
 
     def ask_stop(self) -> None:
         """The run is to stop in order."""
+        if self.has_begun and not self._stops:
+            self._say("The run stops in order on all machines. Ctrl-C again ends this machine at once.")
         self._stops = True
 
     # Decisions.

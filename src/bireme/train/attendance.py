@@ -409,14 +409,14 @@ class Attendance(Interruptible):
 
     def _interrupted(self) -> int | None:
         """Act on interrupts; the exit status if nothing is left to do."""
-        if self._is_leaving and not self._phases:
-            return 0
         if not self._num_interrupts:
-            return None
+            return 0 if self._is_leaving and not self._phases else None
         # Processes that were still preparing end by the signal that stops them.
         training = [one for one in self._phases.values() if one.goes and min(one.statuses() or [0]) >= 0]
         if not training or self._num_interrupts > 1:
             return INTERRUPTED
+        if not any(one.is_stopping for one in training):
+            self._tell("The run stops in order on all machines. Ctrl-C again ends this machine at once.")
         for one in training:
             one.stop(switches=False)
         return None
@@ -474,13 +474,12 @@ class Attendance(Interruptible):
             if self._line is None:
                 return None
             reports = [asdict(one.report()) for one in self._phases.values()]
-            leaves = self._leaves_s is not None
             answer = self._ask(
                 "beat",
                 port=self.offer.port,
                 phases=reports,
                 lines=lines,
-                leaves=leaves,
+                leaves=self._leaves_s is not None,
                 handover=self._handover,
                 model=self._served_model(),
                 measured=[(public, line and asdict(line)) for public, line in measured],

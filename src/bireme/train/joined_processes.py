@@ -195,9 +195,15 @@ class JoinedProcesses:
         self._scratch.cleanup()
 
     def _send_signal(self, number: signal.Signals) -> None:
-        self._starting.join()
-        for one in self._processes:
-            one.send_signal(number)
+        def send() -> None:
+            self._starting.join()
+            for one in self._processes:
+                one.send_signal(number)
+
+        if self._starting.is_alive():  # the coordinator is to hear of this machine meanwhile
+            threading.Thread(target=send, daemon=True).start()
+        else:
+            send()
 
     def _serve(self, talk: Connection) -> None:
         """Answer a process until it ends."""
