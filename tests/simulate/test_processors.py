@@ -64,6 +64,17 @@ def test_a_rank_takes_as_many_cores_as_it_has_threads_and_no_more() -> None:
     assert wide.steady_batch_s == pytest.approx(8 * 3)
 
 
+def test_a_rank_that_is_woken_loses_time_of_a_core_only_if_all_are_wanted() -> None:
+    """Of a narrow model three ranks on two cores left them idle for 14 % of a step that needed both."""
+    program = generate("sequential", num_stages=4, num_microbatches=1, num_batches=1)
+    engine = EngineCost(wake_share=0.5, wake_s=0.75)
+    costs = Costs.per_stage(4, forward_s=1, backward_s=2, engine=engine)
+    full, free = (simulate(program, costs, processors=on_one(cores, 4)).makespan_s for cores in (1, 2))
+    assert free == pytest.approx(4 * 3)
+    # Three forwards lose half of a second, and three backwards, which are long, no more than a process waits.
+    assert full == pytest.approx(4 * 3 + 3 * 0.5 + 3 * 0.75)
+
+
 def test_processors_are_whole_and_there() -> None:
     for cores, machines, threads in [((0.0,), (0,), (1,)), ((1,), (1,), (1,)), ((1,), (0,), (1, 1))]:
         with pytest.raises(BiremeError):

@@ -11,6 +11,7 @@ import torch
 from bireme.cluster.device import EngineCost
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF
+from bireme.runtime.measuring.batch_end import wake_costs
 from bireme.runtime.world import World
 from bireme.train import captured_run
 from bireme.train.captured_run import ParallelMeasurer
@@ -37,8 +38,8 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
         with World.alone() as world:
             return [function(world, *arguments)]
 
-    def measured() -> EngineCost:
-        measurer = ParallelMeasurer(run, num_workers=1, num_threads=1, num_cores=1)
+    def measured(num_workers: int = 1) -> EngineCost:
+        measurer = ParallelMeasurer(run, num_workers=num_workers, num_threads=1, num_cores=1)
         found = profile(
             model.training.graph,
             torch.device("cpu"),
@@ -61,6 +62,15 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
     assert again.update_s == first.update_s
     assert again.process_bytes > 2**26, "the process of this run, and not only what was kept"
     assert again.control_s != first.control_s, "how fast the machine is now"
+    monkeypatch.setattr(captured_run, "wake_costs", lambda num_cores: (num_cores / 4, 0.5))
+    assert (first.wake_share, first.wake_s) == (0.0, 0.0), "nobody waits for a core"
+    short, known = measured(2), measured(2)
+    assert [(one.wake_share, one.wake_s) for one in (short, known)] == [(0.25, 0.5)] * 2
+
+
+def test_what_is_lost_when_processes_wake_is_never_less_than_nothing() -> None:
+    """On a busy machine every process of the ring waits long, but no core is idle."""
+    assert min(wake_costs(2)) >= 0.0
 
 
 def test_a_run_is_short_by_its_steps_and_by_what_they_compute() -> None:

@@ -62,6 +62,9 @@ class EngineCost:
 
     `control_s` is what the control took: a fixed piece of work that no model changes, timed while
     `num_processes` computed at once.
+
+    If processes want more cores than there are, one that is woken may wait for a busy core while another core
+    is idle: `wake_share` of the seconds of the work that it begins are lost so, at most `wake_s`.
     """
 
     instruction_s: float = 0.0
@@ -83,6 +86,8 @@ class EngineCost:
     process_bytes: int = 0
     control_s: float = 0.0
     num_processes: int = 0
+    wake_share: float = 0.0
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -101,6 +106,10 @@ class EngineCost:
     def lateness_s(self, num_bytes: float) -> float:
         """How long so many bytes are under way on a machine, with nothing else in their way."""
         return self.late_s + self.late_s_per_byte * num_bytes
+
+    def waking_s(self, seconds: float) -> float:
+        """The seconds of a core that are lost when a process is woken for work of so many seconds."""
+        return min(self.wake_share * seconds, self.wake_s)
 
 
 NO_ENGINE = EngineCost()

@@ -354,6 +354,12 @@ class Processors:
         cores = (Wire(f"cores of machine {m}", float(n)) for m, n in enumerate(self.cores))
         return Traffic(Network((*threads, *cores), {}))
 
+    def is_full(self, rank: int, busy: Iterable[int]) -> bool:
+        """Whether a rank and the ranks that are busy want all cores of its machine."""
+        machine = self.machine_of_rank[rank]
+        others = (self.threads_of_rank[one] for one in busy if self.machine_of_rank[one] == machine)
+        return self.threads_of_rank[rank] + sum(others) >= self.cores[machine]
+
     def path(self, rank: int) -> Path:
         """What the work of a rank goes over in it."""
         return Path((rank, len(self.threads_of_rank) + self.machine_of_rank[rank]))

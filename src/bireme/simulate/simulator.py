@@ -136,6 +136,8 @@ class _Rank:
         self.held: tuple[Operation, int] | None = None
         """The operation it waits in, and the shift of its key."""
         self.since_s = 0.0
+        self.is_woken = False
+        """Whether it has waited since its last work."""
         self.worked_on: tuple[Operation, int] | None = None
         """The operation whose work is under way, and its key."""
         self.posted: int | None = None
@@ -297,6 +299,9 @@ class _Run:
             heappush(self.agenda, (now + seconds, rank.number, _WORKED, 0))
             return
         number = rank.number
+        if rank.is_woken and self.processors.is_full(number, self.work.flows):
+            seconds += self.costs.engine.waking_s(seconds)
+        rank.is_woken = False
         cores_s = self.processors.work(number, seconds)
         self._stamp_work(self.work.begin(number, self.core_paths[number], cores_s, now))
 
@@ -347,6 +352,7 @@ class _Run:
         self, rank: _Rank, op: Operation, shift: int, now: float, key: int, arrival: float | None
     ) -> None:
         rank.now_s = now
+        rank.is_woken = True
         rank.held = op, shift
         if arrival is None and (parcel := rank.parked.get(op.key + shift)) is not None:
             self._cross(rank, parcel, now)

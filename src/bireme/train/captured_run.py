@@ -46,6 +46,7 @@ from bireme.runtime.measuring.batch_end import (
     batch_end_of_next_to_nothing,
     lopsided_graph,
     message_costs,
+    wake_costs,
 )
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.world import World
@@ -266,11 +267,13 @@ class ParallelMeasurer:
         self._num_threads = num_threads
         self._num_workers = num_workers
         self._at_once = max(1, min(num_workers, num_cores // num_threads))
+        self._cores_short = num_cores if num_workers * num_threads > num_cores else 0
+        """The cores, if the run wants more of them than there are."""
 
     @property
     def circumstances(self) -> tuple[object, ...]:
-        """How many compute at once, and whether there will be messages."""
-        return "companions", self._at_once, min(self._num_workers, 2)
+        """How many compute at once, whether there will be messages, and cores that are too few."""
+        return "companions", self._at_once, min(self._num_workers, 2), self._cores_short
 
     def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
@@ -294,6 +297,10 @@ class ParallelMeasurer:
             )
         there = [one for one in found if one is not None]
         measured = mean_of([one.measured for one in there])
+        if known is None and measured.engine is not None and self._cores_short:
+            share, most_s = wake_costs(self._cores_short)
+            engine = replace(measured.engine, wake_share=share, wake_s=most_s)
+            measured = replace(measured, engine=engine)
         if known is None and measured.engine is not None and all(one.was_quiet for one in there):
             keep(kept, asdict(measured.engine))
         return measured

@@ -5,10 +5,14 @@ engine trains that on this process alone under the rule that has all three instr
 memory is gone through, for in training a step finds the caches full of activations.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from socket import socketpair
 from statistics import median
 from time import perf_counter, process_time
 
@@ -183,6 +187,61 @@ def read_off(timeline: Timeline) -> EngineCost:
 
 def _median(values: list[float]) -> float:
     return max(median(values), 0.0) if values else 0.0
+
+
+# What a machine loses when it wakes a process while all cores are wanted: the kernel may let the process wait
+# for a busy core while another core is idle. Processes in a ring, one more than there are cores, compute and
+# pass tokens on, one token for each core: every core always has work, so the time in which cores are idle is
+# lost. Other programs use such time, so they make the figures smaller, never larger.
+
+_RINGS = ((0.001, 200), (0.01, 30))
+"""Seconds of work for a token, and how many tokens each process takes: a share of short work is lost, and of
+long work no more than the kernel lets a process wait."""
+_NUM_SETTLING_LAPS = 5
+_PASS_ON = f"""
+import os, sys, time
+def idle_s():
+    with open("/proc/stat") as file:
+        return sum(map(int, file.readline().split()[4:6])) / os.sysconf("SC_CLK_TCK")
+source, target, count, work_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+for number in range(count):
+    if number == {_NUM_SETTLING_LAPS}:
+        begin_s, begin_idle_s = time.perf_counter(), idle_s()
+    os.read(source, 1)
+    end_s = time.thread_time() + work_s
+    while time.thread_time() < end_s:
+        pass
+    os.write(target, b"x")
+print(time.perf_counter() - begin_s, idle_s() - begin_idle_s)
+"""
+
+
+def wake_costs(num_cores: int) -> tuple[float, float]:
+    """`wake_share` and `wake_s` of a machine of so many cores; 0 if its kernel does not count idle time."""
+    if not Path("/proc/stat").exists():
+        return 0.0, 0.0
+    short_s, long_s = (_lost_s(num_cores, *ring) for ring in _RINGS)
+    return short_s / _RINGS[0][0], max(short_s, long_s)
+
+
+def _lost_s(num_cores: int, work_s: float, count: int) -> float:
+    """The seconds of a core that are lost for each token that a process of the ring takes."""
+    size = num_cores + 1
+    with ExitStack() as stack:
+        pairs = [[stack.enter_context(end) for end in socketpair()] for _ in range(size)]
+        processes = []
+        for place in range(size):
+            own = pairs[place][0].fileno(), pairs[(place + 1) % size][1].fileno()
+            words = [sys.executable, "-S", "-c", _PASS_ON, *map(str, (*own, count, work_s))]
+            started = subprocess.Popen(words, pass_fds=own, stdout=subprocess.PIPE, text=True)
+            processes.append(stack.enter_context(started))
+        for _, token in pairs[:num_cores]:
+            token.send(b"x")
+        said = [one.communicate()[0] for one in processes]
+    took_s, idle_s = map(float, said[0].split())
+    num_tokens = size * (count - _NUM_SETTLING_LAPS)
+    # Cores that this process may not use can be idle as well.
+    return max(min(idle_s / num_tokens, num_cores * took_s / num_tokens - work_s), 0.0)
 
 
 # The seconds for a byte that the processes of a machine exchange as replicas do: they sum whole gradients, or
