@@ -59,7 +59,8 @@ def optional_package(name: str, extra: str, user: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise BiremeError(
-            f'{user} needs the {name} package ({error}). Install it with pip install "bireme[{extra}]".'
+            f"{user} needs the {name} package ({error}); install bireme[{extra}]: "
+            f'pip install "bireme[{extra}]".'
         ) from error
 
 

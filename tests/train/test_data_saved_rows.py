@@ -149,7 +149,7 @@ def test_without_the_package_there_is_a_way_to_get_it(
 ) -> None:
     (tmp_path / "dataset_dict.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BiremeError, match=r'install "bireme\[hf\]"'):
+    with pytest.raises(BiremeError, match=r"install bireme\[hf\]"):
         open_source(str(tmp_path))
 
 

@@ -303,7 +303,7 @@ def test_rows_that_only_the_library_reads_need_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "datasets", None)
     write(tmp_path, {"rows.csv": "text\none\n"})
     for text in (tmp_path, tmp_path / "rows.csv"):
-        with pytest.raises(BiremeError, match=r'install "bireme\[hf\]"'):
+        with pytest.raises(BiremeError, match=r"install bireme\[hf\]"):
             open_source(str(text))
 
 

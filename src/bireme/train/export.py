@@ -192,7 +192,7 @@ def in_form_of_transformers(
 ) -> tuple[list[TensorEntry], Mapping[str, Tensor]]:
     """Write configuration and tokenizer into a folder; gives the tensors to write next to them."""
     if find_spec("transformers") is None:
-        raise BiremeError('To export a transformers model, install it with pip install "bireme[hf]".')
+        raise BiremeError('To export a transformers model, install bireme[hf]: pip install "bireme[hf]".')
     folder = Path(run.model.source.partition(":")[2])
     model: Any = load_source(run.model.source, dtype=run.model.dtype).model
     model.config.dtype = str(model.dtype).removeprefix("torch.")
