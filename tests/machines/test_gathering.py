@@ -184,7 +184,6 @@ def test_a_machine_that_went_comes_back_to_its_phase_unless_that_needs_all(
         meeting.gathering.turn()
         meeting.gathering.phases.note_ready(1, PhaseForecast())
         before = blue._ask("beat", **NO_NEWS)["phases"]
-        assert not before[0]["trains"]
         assert blue._line is not None
         blue._line.socket.close()
         ends_s = time.monotonic() + patience_s()
@@ -193,11 +192,6 @@ def test_a_machine_that_went_comes_back_to_its_phase_unless_that_needs_all(
             time.sleep(0.01)
         back = meeting.join(BLUE, "blue")
         assert back._ask("beat", **NO_NEWS)["phases"] == (before if can_return else [])
-        if can_return:
-            meeting.gathering.phases.note_progress(PhaseProgress(1, 0, 1, 1.0), 0.0)
-            assert back._ask("beat", **NO_NEWS)["phases"][0][
-                "trains"
-            ]  # a process needs less than at its start
         assert meeting.told[-1] == "blue (127.0.0.1) is back."
         meeting.close()
 

@@ -1,6 +1,8 @@
 """One file of a room reaches for torch's private names, so that a new torch breaks one file."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +94,16 @@ def test_a_write_is_counted_and_a_schema_says_where_an_operator_writes() -> None
     written = [argument.name for argument in schema.arguments if argument.alias_info is not None]
     assert written == ["self"]
     assert schema_of(len) is None
+
+
+@pytest.mark.slow
+def test_a_rank_makes_weights_without_torchs_compiler() -> None:
+    """Each process would import it for a second, and keep 40 MB of it."""
+    code = (
+        "import sys\n"
+        "from torch import nn\n"
+        "from bireme.model.weights import materialize\n"
+        "materialize(nn.LayerNorm(4), ['weight', 'bias'], seed=1)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

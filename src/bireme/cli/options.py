@@ -58,8 +58,7 @@ def begin(*more: str) -> None:
     """Import here what all processes of a run need, and `more` modules, so that none of them imports it."""
     from bireme.runtime.processes import serve_from_here
 
-    # An optimizer imports torch's compiler when it is made, and what captures a model needs it too.
-    serve_from_here("bireme.train.launching", *more, "torch._dynamo")
+    serve_from_here("bireme.train.launching", *more)
 
 
 def profiled_run(

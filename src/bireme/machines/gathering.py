@@ -295,7 +295,6 @@ class Gathering:
                     {
                         "orders": asdict(self._orders[phase.number][public]),
                         "goes": phase.goes,
-                        "trains": phase.step is not None,
                         "end": phase.end,
                         "switches": self.phases.is_switching,
                     }

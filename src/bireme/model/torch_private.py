@@ -48,8 +48,14 @@ def in_export() -> Iterator[None]:
             fx_config.do_not_emit_stack_traces = before
 
 
-DispatchMode = TorchDispatchMode
-"""Sees every operator that runs. Torch documents it, but has no public module for it."""
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator that runs. Torch documents it, but has no public module for it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch's compiler, which torch would import for it, is to leave the mode out."""
+        return False
+
 
 NUMBERS_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised where a tensor without numbers is asked for them. A public exception of fake tensors would do."""
@@ -143,8 +149,9 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return (BackendCompilerFailed,)
 
 
-# Torch imports its compiler, which takes a second, when an optimizer is made and when it steps: only to have
-# code that is compiled leave both out. What is set here says that nothing is to be done for the first.
+# Torch imports its compiler, which takes a second and 40 MB in each process, when an optimizer is made and
+# when it steps: only to have code that is compiled leave both out. What is set here says that nothing is to
+# be done for the first.
 _ADD_GROUP = inspect.unwrap(Optimizer.add_param_group)
 vars(_ADD_GROUP).setdefault("__dynamo_disable", _ADD_GROUP)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bireme.devices import allocations, is_accelerator, synchronize
 from bireme.errors import BiremeError, closest
+from bireme.model.torch_private import DispatchMode
 from bireme.profile.behavior import (
     Allocator,
     Behavior,
@@ -36,7 +36,7 @@ from bireme.profile.behavior import (
 )
 
 
-class StorageTrace(TorchDispatchMode):
+class StorageTrace(DispatchMode):
     """Follows the storages of all tensors that operators touch inside its `with` block.
 
     It counts a storage from the operator that returns it, or from `adopt`, or from its first use where it

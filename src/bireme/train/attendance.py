@@ -350,7 +350,7 @@ class Attendance(Interruptible):
             self._closing = [closing, *(one for one in self._closing if one.is_alive())]
         for orders, one in found.items():
             if orders.phase not in self._phases:
-                self._start(orders, None, one["trains"])
+                self._start(orders)
             processes = self._phases[orders.phase]
             if one["goes"]:
                 processes.go()
@@ -377,9 +377,9 @@ class Attendance(Interruptible):
                 self._beat()
                 return False
             self._tell(f"The launcher was killed by signal {-min(statuses)}. It is started again.")
-            goes, has_trained = one.goes, one.orders.phase in self._trained
+            goes = one.goes
             one.close()
-            self._start(one.orders, one, has_trained)
+            self._start(one.orders, one)
             if goes:
                 self._phases[one.orders.phase].go()
         return True
@@ -421,9 +421,7 @@ class Attendance(Interruptible):
             one.stop(switches=False)
         return None
 
-    def _start(
-        self, orders: MachineOrders, before: JoinedProcesses | None = None, is_late: bool = False
-    ) -> None:
+    def _start(self, orders: MachineOrders, before: JoinedProcesses | None = None) -> None:
         self.orders = orders
         if orders.port == self.offer.port:
             self._reserved.close()
@@ -437,7 +435,6 @@ class Attendance(Interruptible):
             before,
             variable_of(orders.lines),
             self.answer,
-            is_late,
         )
 
     def _reserve(self) -> None:

@@ -37,10 +37,6 @@ from bireme.train.run_file import RunFile, load_run_file, to_toml
 SOCKET = "BIREME_ATTENDANCE"
 _IMPORTED = ("bireme.train.launched_process", "bireme.cli.train")
 """All that `bireme train` imports, so that a new phase begins at once."""
-_COMPILER = "torch._dynamo"
-"""Torch's compiler, which takes a second. Processes that make new weights or capture a model need it. Those
-that come to a phase under way do not, and their first batch comes sooner without it.
-"""
 _IMPORTED_FOR_FOLDERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 """What a model from a folder needs in addition."""
 RUNS = "BIREME_RUNS"
@@ -64,7 +60,7 @@ class JoinedProcesses:
     """The processes of `bireme train` on this machine; `show` gets each line that they print. `keeper` and
     `kept` give the keeper of this machine, `notice` is called when there is news. `before` are those of the
     same phase that were killed, `more` are variables of their environment. `answer` is what the command of a
-    coordinator answers to questions of its work. `is_late` is whether the phase trains already.
+    coordinator answers to questions of its work.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class JoinedProcesses:
         before: "JoinedProcesses | None" = None,
         more: dict[str, str] | None = None,
         answer: Callable[..., object] | None = None,
-        is_late: bool = False,
     ) -> None:
         self.orders = orders
         self.is_stopping = False
@@ -103,9 +98,6 @@ class JoinedProcesses:
         self._processes = list[Process]()
         self._more, self._show, self._answer_work = more or {}, show, answer
         imported = _IMPORTED_FOR_FOLDERS if run.model.source.startswith("hf:") else ()
-        self._has_compiler = not is_late or run.model.compile
-        if self._has_compiler:
-            imported = (_COMPILER, *imported)
         # In a thread, because the server may still import, and the coordinator is to hear of this machine.
         self._starting = threading.Thread(target=self._start, args=(words, imported), daemon=True)
         self._starting.start()
@@ -167,9 +159,6 @@ class JoinedProcesses:
         """How they are, and what the log of the run has of this phase."""
         number, statuses = self.orders.phase, self.statuses()
         progress = self._log.progress(number) if self.goes else None
-        if progress is not None and not self._has_compiler:
-            self._has_compiler = True
-            preload(_COMPILER)  # for the phases that follow
         ended = None if statuses is None else tuple(statuses)
         return PhaseReport(number, ended, self.forecast, progress)
 
