@@ -468,7 +468,8 @@ def check_servers(names: Iterable[str], cluster: Cluster) -> None:
     for name in names:
         if name not in known:
             raise BiremeError(
-                f"data.private names the server {name!r}, which the cluster lacks. {closest(name, known)}"
+                f"data.private names the server {name!r}, which the cluster lacks. {closest(name, known)} "
+                "A machine that has left must join again."
             )
 
 
