@@ -61,7 +61,10 @@ SMALL = Subject(
     (NONE, OPTIMIZER, Way("weights"), Way("weights", 4)),
 )
 LARGE = Subject(
-    "gpt:layers=16,width=768,heads=12,vocab=257,context=32", 4, 32, (NONE, OPTIMIZER, Way("weights", 8))
+    "gpt:layers=16,width=768,heads=12,vocab=257,context=32",
+    4,
+    32,
+    (NONE, OPTIMIZER, Way("weights", 8), Way("weights", 16)),
 )
 QUICK = replace(SMALL, model="gpt:layers=4,width=256,heads=4,vocab=257,context=64")
 
