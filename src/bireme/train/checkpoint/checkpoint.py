@@ -33,7 +33,7 @@ from bireme.runtime.copies.folder_server import (
     steps_at,
 )
 from bireme.runtime.copies.keeper import KeeperAddress
-from bireme.runtime.snapshot import NamedTensors, Snapshot, joined
+from bireme.runtime.snapshot import Snapshot, joined
 from bireme.train.checkpoint import disk
 from bireme.train.checkpoint.manifest import (
     MANIFEST,
@@ -45,7 +45,7 @@ from bireme.train.checkpoint.manifest import (
     read_manifest,
     write_new,
 )
-from bireme.train.checkpoint.shard import SavedTensors, places_in, tensor_digest
+from bireme.train.checkpoint.shard import SavedTensors, tensor_digest
 
 # Checkpoints whose files are on the disks of several machines, and the tensors that are read from there.
 #
@@ -183,32 +183,28 @@ def _is_minor(path: Path, versions: Mapping[FileDigest, Sequence[KeeperAddress]]
     return False
 
 
-class SpreadTensors(NamedTensors):
+class SpreadTensors(SavedTensors):
     """The tensors of a checkpoint on several machines: each is read from this machine if it is here as it was
     written, else from machines that have it, and has the digest in the manifest, if that has one.
     """
 
     def __init__(self, folder: Path, run: Path, manifest: Manifest, holders: Holders) -> None:
-        self._folder, self._holders = folder, holders
-        self._where = folder.relative_to(run).as_posix()
-        self._local = SavedTensors(folder, manifest.files)
-        self.names = self._places = {
-            place.entry.name: (file, place) for file in manifest.files for place in places_in(file)
-        }
+        super().__init__(folder, manifest.files)
+        self._holders, self._where = holders, folder.relative_to(run).as_posix()
 
     def __getitem__(self, name: str) -> Tensor:
         file, place = self._places[name]
         if (self._folder / file.name).is_file():
             with suppress(BiremeError):
-                found = self._local[name]
+                found = super().__getitem__(name)
                 if place.digest in ("", tensor_digest(found)):
                     return found
-        addresses = self._holders.files.get(f"{self._where}/{file.name}", ())
         path = f"{self._where}/{file.name}"
+        addresses = self._holders.files.get(path, ())
         for own in (addresses, *((one,) for one in addresses)):
             data = read_range(own, path, place.begin, place.num_bytes, _STEP_S)
             found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            tensor = found.view(getattr(torch, place.entry.dtype)).reshape(place.entry.shape)
+            tensor = place.tensor_of(found)
             if place.digest in ("", tensor_digest(tensor)):
                 return tensor
         raise BiremeError(f"{name} in {path} is damaged on all machines that have it.")

@@ -7,13 +7,11 @@ would need a second pass for the checksum.
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +42,6 @@ CODES = {
 """The names of types in the format. Tensors of any other are bytes there; the manifest says which."""
 _HEAD_BYTES = 8
 """The length of the header, at the front of a file."""
-_LONGEST_HEADER_BYTES = 100_000_000
-"""What the safetensors package reads at most."""
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], machine: int | None = None) -> FileEntry:
@@ -78,6 +74,10 @@ class TensorPlace:
     begin: int
     num_bytes: int
     digest: str
+
+    def tensor_of(self, data: Tensor) -> Tensor:
+        """The tensor that has these bytes."""
+        return data.view(_type_of(self.entry)).reshape(self.entry.shape)
 
 
 def places_in(file: FileEntry) -> Iterator[TensorPlace]:
@@ -151,7 +151,10 @@ def element_bytes(entry: TensorEntry) -> int:
 def _type_of(entry: TensorEntry) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise BiremeError(f"torch {torch.__version__} has no type {entry.dtype}, which {entry.name} is of.")
+        raise BiremeError(
+            f"{entry.name} is saved in the type {entry.dtype}, which torch {torch.__version__} does not have. "
+            "Use a torch no older than the one that wrote it."
+        )
     return dtype
 
 
@@ -175,56 +178,30 @@ class SavedTensors(NamedTensors):
 
     def __init__(self, folder: Path, files: Sequence[FileEntry]) -> None:
         self._folder = folder
-        self.names = self._entries = {entry.name: entry for file in files for entry in file.tensors}
-        self._file_of = {entry.name: file.name for file in files for entry in file.tensors}
-        self._begins: dict[str, dict[str, int]] = {}
-        """Where each tensor begins, for every file whose header was read."""
-        self._lock = threading.Lock()
+        self.names = self._places = {
+            place.entry.name: (file, place) for file in files for place in places_in(file)
+        }
+        self._checked = set[str]()
+        """The files whose headers were read."""
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._folder / self._file_of[name]
+        entry, place = self._places[name]
+        path = self._folder / entry.name
         with system_errors(f"{path} cannot be read"), FileIO(path, "rb") as file:
-            file.seek(self._begin(file, path, name))
-            return self._read(file, path, self._entries[name])
-
-    def _begin(self, file: FileIO, path: Path, name: str) -> int:
-        with self._lock:
-            if path.name not in self._begins:
-                self._begins[path.name] = _begins(file, path)
-            begin = self._begins[path.name].get(name)
-        if begin is None:
-            raise BiremeError(f"{path} has no tensor {name}, but the manifest lists it. The file is damaged.")
-        return begin
-
-    def _read(self, file: FileIO, path: Path, entry: TensorEntry) -> Tensor:
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise BiremeError(
-                f"{path} holds {entry.name} in the type {entry.dtype}, which torch {torch.__version__} does "
-                "not have. Use a torch no older than the one that wrote it."
-            )
-        data = torch.empty(prod(entry.shape) * dtype.itemsize, dtype=torch.uint8)
-        if disk.read(file, data.numpy().data) < len(data):
-            raise BiremeError(f"{path} ends inside the tensor {entry.name}. It is damaged.")
-        return data.view(dtype).reshape(entry.shape)
+            if entry.name not in self._checked:
+                _check_header(file, path, entry)
+                self._checked.add(entry.name)
+            file.seek(place.begin)
+            data = torch.empty(place.num_bytes, dtype=torch.uint8)
+            if disk.read(file, data.numpy().data) < len(data):
+                raise BiremeError(f"{path} ends inside the tensor {name}. It is damaged.")
+            return place.tensor_of(data)
 
 
-def _begins(file: FileIO, path: Path) -> dict[str, int]:
-    """Where the tensors of a file begin, as its header says."""
-    file.seek(0)
-    num_bytes = int.from_bytes(_next_bytes(file, _HEAD_BYTES), "little")
-    if num_bytes > _LONGEST_HEADER_BYTES:
-        raise BiremeError(f"{path} has a header that cannot be read (it is too long). It is damaged.")
-    try:
-        header: dict[str, Any] = json.loads(_next_bytes(file, num_bytes))
-        header.pop("__metadata__", None)
-        return {
-            name: _HEAD_BYTES + num_bytes + int(place["data_offsets"][0]) for name, place in header.items()
-        }
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise BiremeError(f"{path} has a header that cannot be read ({error}). It is damaged.") from error
-
-
-def _next_bytes(file: FileIO, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    return bytes(data[: disk.read(file, memoryview(data))])
+def _check_header(file: FileIO, path: Path, entry: FileEntry) -> None:
+    """Refuse a file that does not begin as `write_shard` has begun it."""
+    header = _header(entry.tensors, {})
+    found = bytearray(len(header))
+    disk.read(file, memoryview(found))
+    if found != header:
+        raise BiremeError(f"{path} has another header than the manifest lists. It is damaged.")
