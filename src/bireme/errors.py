@@ -35,11 +35,16 @@ def tell(sentence: str) -> None:
     print(f"bireme: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 (for people)
 
 
-def reason_of(error: Exception) -> str:
+def system_reason(error: Exception) -> str:
     """Why something failed, without the number that Python puts before it and the address that it puts
     behind it.
     """
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition(" (while ")[0]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the text of an error, or the kind of an error that says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def printable(text: object, kept: str = "") -> str:
@@ -55,7 +60,7 @@ def system_errors(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BiremeError(f"{what}: {reason_of(error)}. {remedy}".rstrip()) from error
+        raise BiremeError(f"{what}: {system_reason(error)}. {remedy}".rstrip()) from error
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from bireme.errors import BiremeError, printable, reason_of, system_errors
+from bireme.errors import BiremeError, printable, system_errors, system_reason
 from bireme.machines.findings import Finding, fails, note, well
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
@@ -166,16 +166,8 @@ def _call_back(host: str, port: int, key: str) -> str:
     try:
         call_port((host, port), key, TIMEOUT_S / 2).close()  # the other end waits for the answer meanwhile
     except (OSError, BiremeError) as error:
-        return reason_of(error)
+        return system_reason(error)
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Listening:
-    """What listens at the other end: the command that starts it, and the finding if it takes no caller."""
-
-    command: str
-    refusal: Finding
 
 
 def check_line(address: Address, token: str, own: MachineFacts) -> Iterator[Finding]:
@@ -189,9 +181,7 @@ def check_line(address: Address, token: str, own: MachineFacts) -> Iterator[Find
         "Copy the line that `bireme doctor --listen` prints there. For the port of a run, --token is the "
         "run's BIREME_KEY.",
     )
-    line = yield from _called(
-        address, token, b"", _Listening(f"bireme doctor --listen {host}:{port}", refusal)
-    )
+    line = yield from _called(address, token, b"", f"bireme doctor --listen {host}:{port}", refusal)
     if line is None:
         return
     with line.socket:
@@ -219,13 +209,13 @@ def call_coordinator(
     where = f"{address[0]}:{address[1]}"
     remedy = "Copy the line that `bireme coordinate` prints there, with a token of its own for this machine."
     refusal = fails("token", f"{where} is not the coordinator that gave the token.", remedy)
-    return (yield from _called(address, key, purpose, _Listening("bireme coordinate", refusal)))
+    return (yield from _called(address, key, purpose, "bireme coordinate", refusal))
 
 
 def _called(
-    address: Address, key: str, purpose: bytes, listening: _Listening
+    address: Address, key: str, purpose: bytes, command: str, refusal: Finding
 ) -> Generator[Finding, None, RequestLine | None]:
-    """A line to what should listen there."""
+    """A line to what the command starts there. `refusal` is the finding if that takes no caller."""
     host, port = address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -236,9 +226,9 @@ def _called(
     where = found[0][4][0]
     if where != host:
         yield well("name", f"{host} is {where}")
-    made, stop = None, None
+    made, stop = None, refusal
     try:
-        made = call_by(lambda: _greeted(address, listening), key, purpose)
+        made = call_by(lambda: _greeted(address, command), key, purpose)
     except _StopError as error:
         yield error.finding
         return None
@@ -247,10 +237,9 @@ def _called(
     except TimeoutError:
         stop = fails("line", f"{host}:{port} greets and then falls silent: {_MTU[0]}.", _MTU[1])
     except OSError:
-        stop = listening.refusal
+        pass
     yield well("port", f"{host}:{port} answers, with this version of the protocol ({VERSION})")
     if made is None:
-        assert stop is not None, "there is a connection, or the finding why not"
         yield stop
         return None
     is_encrypted = isinstance(made, EncryptedSocket)
@@ -267,21 +256,19 @@ class _StopError(Exception):
         self.finding = finding
 
 
-def _greeted(address: Address, listening: _Listening) -> socket.socket:
+def _greeted(address: Address, command: str) -> socket.socket:
     """A connection to a Bireme of this version. Raises a `_StopError` if there is none."""
     host, port = address
     try:
         made = socket.create_connection(address, timeout=TIMEOUT_S)
     except ConnectionRefusedError:
         text = f"{host} is there, and nothing listens at its port {port}, or a firewall rejects calls."
-        remedy = (
-            f"Start `{listening.command}` there, compare the port with the run's, or let TCP port {port} in."
-        )
+        remedy = f"Start `{command}` there, compare the port with the run's, or let TCP port {port} in."
     except TimeoutError:
         text = f"{host}:{port} does not answer: it is off, or a firewall drops packets."
         remedy = f"Let TCP port {port} in there (such as `ufw allow {port}/tcp`), and in its router."
     except OSError as error:
-        text = f"no way leads to {host}:{port}, or a firewall rejects calls: {reason_of(error)}."
+        text = f"no way leads to {host}:{port}, or a firewall rejects calls: {system_reason(error)}."
         remedy = (
             f"Check the cable, that both machines are in one network or VPN, and that TCP port {port} is let "
             "in there."
@@ -369,9 +356,8 @@ def _clocks_and_latency(line: RequestLine, name: str) -> Iterator[Finding]:
             took_s = time.perf_counter() - began_s
             taken.append((took_s, there_s - began - took_s / 2))
     except (OSError, ValueError, KeyError) as error:
-        yield fails(
-            "line", f"the line broke while small messages crossed: {reason_of(error)}.", "Check the network."
-        )
+        text = f"the line broke while small messages crossed: {system_reason(error)}."
+        yield fails("line", text, "Check the network.")
         return
     round_s = median(took for took, _ in taken)
     yield well("latency", f"{1e3 * round_s:.2f} ms there and back", round_s)
@@ -404,7 +390,7 @@ def _addresses(line: RequestLine, seen: str, name: str) -> Iterator[Finding]:
                 towards = _call_back(peer, there, key)
             line.ask("tried")
         except (OSError, ValueError, KeyError) as broken:
-            back = reason_of(broken)
+            back = system_reason(broken)
     allow = "`ufw allow from"
     for error, text, source in (
         (
@@ -455,7 +441,7 @@ def _speeds(line: RequestLine, name: str) -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             yield fails(
                 "large messages",
-                f"small messages cross, and large ones {way} do not ({reason_of(error)}): {_MTU[0]}.",
+                f"small messages cross, and large ones {way} do not ({system_reason(error)}): {_MTU[0]}.",
                 _MTU[1],
             )
             return

@@ -22,7 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, first_line
 from bireme.model.convert import converted, tensors_within
 from bireme.model.graph import Graph
 from bireme.model.torch_private import as_in_capture, calls_without_numbers, in_export
@@ -247,9 +247,8 @@ def _exported_for_one_shape(whole: Whole, inputs: Any) -> ExportedProgram:
 def _why_not(error: Exception, model: torch.nn.Module) -> str:
     """In one sentence, which line of the model is in the way, and what to do."""
     line = _line_of_model(error, model)
-    text = str(error).strip()
-    reason = text.splitlines()[0].rstrip(".") if text else type(error).__name__
-    if any(sign in f"{type(error).__name__} {text}" for sign in _DEPENDS_ON_NUMBERS):
+    reason = first_line(error).rstrip(".")
+    if any(sign in f"{type(error).__name__} {error}" for sign in _DEPENDS_ON_NUMBERS):
         what = "Python there depends on the numbers in a tensor, and capture runs without any"
         remedy = "Write that line without it" if line else f"Torch says: {reason}. Write it without"
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, first_line
 from bireme.model.torch_private import NUMBERS_NEEDED, as_in_capture, fake_tensors
 
 LONGEST = 128
@@ -206,10 +206,9 @@ def _returned(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Mapping[str,
     except NUMBERS_NEEDED:
         return {}
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise BiremeError(
             f"{type(model).__name__} does not take the inputs made for it ({_shown(inputs)}): "
-            f"{reason[0].rstrip('.')}. {_OWN_INPUTS}"
+            f"{first_line(error).rstrip('.')}. {_OWN_INPUTS}"
         ) from error
     return returned if isinstance(returned, Mapping) else {}
 

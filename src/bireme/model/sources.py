@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from bireme.devices import device_called
 from bireme.documents import read_json_object
-from bireme.errors import BiremeError, closest
+from bireme.errors import BiremeError, closest, first_line
 from bireme.model.convert import named_tensors
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
@@ -200,7 +200,7 @@ def add_adapter(model: nn.Module, lora: LoraPart) -> Adapter:
             warnings.simplefilter("ignore")  # of what it corrects by itself, and of merging, which we check
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     except (ValueError, TypeError, NotImplementedError) as error:  # what peft raises for what it cannot adapt
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         remedy = "Set model.lora.dropout = 0, or name" if "lora_dropout" in reason else "Name"
         raise BiremeError(
             f"No adapter can be added to {type(model).__name__}: {reason}. {remedy} modules that are linear "

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bireme.codec.codec import scattered
 from bireme.devices import default_generator, is_accelerator
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, first_line
 from bireme.model.fused_loss import FUSED
 from bireme.model.fused_operator import linear_cross_entropy, without_gradients
 from bireme.model.graph import (
@@ -323,7 +323,7 @@ def _compiled(function: Callable[..., tuple[Any, ...]], device: torch.device) ->
         try:
             return compiled(*given)
         except compiler_errors() as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".:")
+            reason = first_line(error).rstrip(".:")
             raise BiremeError(f"torch.compile fails on a stage: {reason}. Leave compile out.") from error
 
     return run

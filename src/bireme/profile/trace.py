@@ -34,6 +34,7 @@ from bireme.profile.behavior import (
     behavior_of,
     repetition_of,
 )
+from bireme.user_code import reason_of
 
 
 class StorageTrace(DispatchMode):
@@ -448,6 +449,4 @@ def _told(what: str) -> Iterator[None]:
     except BiremeError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise BiremeError(f"The model's {what} fails on its inputs: {reason.rstrip('.')}.") from error
+        raise BiremeError(f"The model's {what} fails on its inputs: {reason_of(error)}.") from error

@@ -5,6 +5,7 @@ block for as long as the store's server is stopped, so no thread that must go on
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from bireme.errors import BiremeError, SampleError
+from bireme.errors import BiremeError, SampleError, first_line
 
 if TYPE_CHECKING:
     from bireme.runtime.stores import Store
@@ -98,13 +99,13 @@ class Failure:
         what = str(error)
         if isinstance(error, BiremeError):
             samples = error.samples if isinstance(error, SampleError) else ()
-            return cls(rank, instruction, _first_line(what), what, FailureKind.USER, samples)
+            return cls(rank, instruction, first_line(error), what, FailureKind.USER, samples)
         if isinstance(error, RunFailed):
-            return cls(rank, instruction, _first_line(what), what, FailureKind.RUN)
+            return cls(rank, instruction, first_line(error), what, FailureKind.RUN)
         if isinstance(error, KeyboardInterrupt):
             return cls(rank, instruction, "it was interrupted", "it was interrupted", FailureKind.INTERRUPT)
         name = type(error).__qualname__
-        summary = f"{name}: {_first_line(what)}" if what else name
+        summary = f"{name}: {first_line(error)}" if what else name
         return cls(rank, instruction, summary, "".join(traceback.format_exception(error)))
 
     @classmethod
@@ -145,11 +146,6 @@ class Failure:
 def grace_s(timeout_s: float) -> float:
     """How long a rank that has to end may take to end by itself."""
     return min(5.0, timeout_s / 4)
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0] if lines else ""
 
 
 # What a rank is told when another one is gone. That is nobody's wrong input, so it is no `BiremeError`.
@@ -193,8 +189,6 @@ def die_with_holder(lifeline: int) -> None:
     """From now on Linux kills this process when the other end of a pipe, of which this is the end to read,
     is closed: by its holder or by the holder's death. It does so too if this process is stopped, or stuck.
     """
-    import fcntl  # not on every system
-
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_RDONLY | os.O_ASYNC)

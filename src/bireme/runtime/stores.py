@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, first_line
 from bireme.wire.listener import call_port, interface_of, new_key, open_port, own_address
 from bireme.wire.messages import MessageConnection
 from bireme.wire.text_server import MOST_BYTES, Client, TextServer
@@ -252,7 +252,7 @@ def environment_store(rank: int, address: str, port: int, *, timeout_s: float) -
             _serve_at(address, port, key)
         return RunStore(address, port, key, timeout_s).reached()
     except (dist.DistError, OSError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
+        why = first_line(error).rstrip(".")
         raise BiremeError(
             f"Rank {rank} cannot reach the store of the run at MASTER_ADDR = {address}, MASTER_PORT = "
             f"{port}: {why}. All ranks need the same two values, and the same {KEY} if it is set. Rank 0 (or "

@@ -23,7 +23,7 @@ import torch
 
 from bireme.cluster.machine import available_bytes, num_cores
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError, Tell, reason_of
+from bireme.errors import BiremeError, Tell, system_reason
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
@@ -205,7 +205,7 @@ class Attendance(Interruptible):
             except (OSError, ValueError, KeyError) as error:
                 if not calls_left:
                     raise self._broken(error) from None
-                found, sentence = [], f"broke: {reason_of(error)}"
+                found, sentence = [], f"broke: {system_reason(error)}"
             else:
                 failing = [one for one in found if one.verdict == Verdict.FAILS]
                 if not calls_left or not failing or any(one.check not in _UNSURE for one in failing):
@@ -282,7 +282,7 @@ class Attendance(Interruptible):
         return self._num_interrupts > 0 or self._is_leaving
 
     def _broken(self, error: Exception) -> BiremeError:
-        where, why = _place(self._address), reason_of(error)
+        where, why = _place(self._address), system_reason(error)
         return BiremeError(f"The line to the coordinator at {where} broke: {why}. Check it: bireme doctor")
 
     def _run(self) -> int:

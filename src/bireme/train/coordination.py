@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bireme.errors import BiremeError, reason_of, tell
+from bireme.errors import BiremeError, system_reason, tell
 from bireme.machines.admission import admissions_path, issue_tokens, withdraw_tokens
 from bireme.machines.discovery import DiscoveryAnswers, FoundCoordinator
 from bireme.machines.gathering import Gathering, GatheringListener
@@ -186,7 +186,7 @@ class Coordination(Interruptible):
             try:
                 fetch_folder(KeeperAddress(**served), self._model)
             except (OSError, TypeError, BiremeError) as error:
-                tell(f"The model of the run is on {name}, and could not be fetched: {reason_of(error)}")
+                tell(f"The model of the run is on {name}, and could not be fetched: {system_reason(error)}")
             else:
                 tell(f"The model was fetched from {name}: {self._model}")
 
@@ -196,7 +196,7 @@ class Coordination(Interruptible):
         try:
             write_record(self._path, RunRecord(newest, self._listener.port, machines, switches))
         except (BiremeError, OSError) as error:
-            tell(f"If this command is killed, it cannot take the run up: {reason_of(error)}")
+            tell(f"If this command is killed, it cannot take the run up: {system_reason(error)}")
         else:
             if is_first and not self._is_taken_over:
                 tell(f"If this command is killed, type it again with --set log.name={self._run_name}.")

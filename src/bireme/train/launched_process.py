@@ -20,7 +20,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_text, read_cluster
 from bireme.cluster.machine import host_name
 from bireme.devices import num_accelerators
-from bireme.errors import BiremeError, system_errors, tell
+from bireme.errors import BiremeError, first_line, system_errors, tell
 from bireme.files import path_within
 from bireme.model.graph_file import load_graph
 from bireme.pieces import partial_files
@@ -136,8 +136,9 @@ def join(
                 if ends_s is not None and time.monotonic() < ends_s:
                     time.sleep(_AGAIN_S)  # the first host may be one that is to be started again
                     continue
-                first_line = str(error).splitlines()[0]
-                tell(f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line}")
+                tell(
+                    f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line(error)}"
+                )
                 raise SystemExit(1) from None
 
 
@@ -538,11 +539,8 @@ class _Joined:
 
     def _wait_for(self, size: int, board: Board) -> None:
         """Wait for the end of a run that has no place for this process."""
-
-        def is_over() -> bool:
-            return all(self._talk.is_said(f"outcome/{place}") for place in range(size))
-
-        until(lambda: is_over() or board.cause() is not None)
+        outcomes = [f"outcome/{place}" for place in range(size)]
+        until(lambda: all(map(self._talk.is_said, outcomes)) or board.cause() is not None)
         cause = board.cause()
         if cause is not None:
             raise cause.to_others()

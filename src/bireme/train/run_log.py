@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from io import FileIO
 from pathlib import Path
@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from bireme.documents import plain, read_json_lines
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, first_line
 from bireme.files import cut_half_line, write_text_atomically
 from bireme.report.live_view import RunLines
 from bireme.train.folder import RunFolder
@@ -75,25 +75,22 @@ class Tracker(ABC):
 
     def note(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Take what is a curve from a line of the log; from any thread, and never an error."""
-        if self.failure is not None:
-            return
-        try:
-            self._note(kind, step, values)
-        except Exception as error:  # it must not end the run, whatever it is
-            self._fail(error)
+        if self.failure is None:
+            with self._failing():
+                self._note(kind, step, values)
 
     def close(self) -> None:
         """Send or write what there still is."""
-        if self.failure is not None:
-            return
-        try:
-            self._close()
-        except Exception as error:
-            self._fail(error)
+        if self.failure is None:
+            with self._failing():
+                self._close()
 
-    def _fail(self, error: Exception) -> None:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-        self.failure = lines[0] if lines else type(error).__name__
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # it must not end the run, whatever it is
+            self.failure = getattr(error, "strerror", None) or first_line(error)
 
     @abstractmethod
     def _note(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
@@ -123,13 +120,11 @@ class BackgroundTracker(Tracker):
             self.failure = f"it did not take all within {_CLOSE_S:g} s of the end"
 
     def _work(self) -> None:
-        try:
+        with self._failing():
             self._begin()
             while (line := self._waiting.get()) is not None:
                 self._send(*line)
             self._end()
-        except Exception as error:
-            self._fail(error)
 
     @abstractmethod
     def _begin(self) -> None:
@@ -358,11 +353,8 @@ class Prometheus(Tracker):
         self._run, self._devices = run, list[str]()
         self.server: HttpServer | None = None
         """None if the port is taken."""
-        try:
+        with self._failing():
             self.server = HttpServer(host, port, self._answered)
-        except OSError as error:
-            self._fail(error)
-        else:
             threading.Thread(target=self.server.serve_forever, name="bireme prometheus", daemon=True).start()
 
     def text(self) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bireme.errors import first_line
 from bireme.runtime.stores import Store
 from bireme.train.checkpoint.manifest import FileEntry
 
@@ -123,7 +124,7 @@ class CheckpointAgreement:
         try:
             self._store.set(f"checkpoint/{key}", message.model_dump_json())
         except Exception as error:  # whatever a store has for its server being gone
-            raise NoWordError(f"the other ranks cannot be reached ({_first_line(error)})") from error
+            raise NoWordError(f"the other ranks cannot be reached ({first_line(error)})") from error
 
     def _hear(
         self, key: str, kind: type[Message], what: str, timeout_s: float, began_s: float | None = None
@@ -144,13 +145,9 @@ class CheckpointAgreement:
         try:
             return self._store.get(key) if self._store.check([key]) else None
         except Exception as error:  # as above
-            raise NoWordError(f"{what}: the store does not answer ({_first_line(error)})") from error
+            raise NoWordError(f"{what}: the store does not answer ({first_line(error)})") from error
 
     def _forget(self, keys: Sequence[str]) -> None:
         for key in keys:
             with suppress(Exception):  # some stores cannot, and a few bytes more do no harm
                 self._store.delete_key(f"checkpoint/{key}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -18,7 +18,7 @@ from typing import Self
 
 from torch import Tensor
 
-from bireme.errors import BiremeError, tell
+from bireme.errors import BiremeError, system_reason, tell
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.stores import Store
 from bireme.train.checkpoint import disk
@@ -53,6 +53,7 @@ from bireme.train.checkpoint.manifest import (
     write_new,
 )
 from bireme.train.checkpoint.shard import write_shard
+from bireme.user_code import reason_of
 
 # What rank 0 does with a draft: see that its parts belong together, make it a checkpoint, delete old ones.
 #
@@ -552,7 +553,6 @@ class CheckpointWriter:
 
 def _reason(error: Exception) -> str:
     """Why something failed, as the end of a sentence without its full stop."""
-    if isinstance(error, OSError):
-        return str(error.strerror or error)
-    text = str(error).removesuffix(".")
-    return text if isinstance(error, BiremeError | NoWordError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, OSError | BiremeError | NoWordError):
+        return system_reason(error).removesuffix(".")
+    return reason_of(error)

@@ -5,14 +5,14 @@ loss.
 """
 
 import contextlib
+import fcntl
 import re
-import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +27,7 @@ from bireme.train.data.samples import Tokens
 from bireme.train.data.text_files import Named, Passage, TextFiles
 from bireme.train.data.tokenizer import FolderTokenizer, Ids, Tokenizer
 from bireme.train.fetched import bring
+from bireme.user_code import reason_of
 
 # Rows with answers to token ids: conversations by a tokenizer's chat template or with plain headings, prompts
 # with completions as they are. Only answers count in the loss, unless data.loss_on asks for all.
@@ -109,10 +110,9 @@ class ChatTemplate:
         except BiremeError:
             raise
         except Exception as error:  # a template is code, and says what is wrong in its own way
-            lines = str(error).strip().splitlines() or ["it says no more"]
             raise BiremeError(
-                f"The tokenizer's chat template does not take {where}: {type(error).__name__}: "
-                f"{lines[0].rstrip('.')}. Correct the row, or leave it out."
+                f"The tokenizer's chat template does not take {where}: {reason_of(error)}. "
+                "Correct the row, or leave it out."
             ) from error
 
     def _by_differences(self, messages: Messages, where: str) -> IdRow:
@@ -459,7 +459,9 @@ def tokenized(
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("w")
     with lock:
-        _wait_for(lock)
+        # No lock on some network drives: then two do the same, and one replaces what the other wrote by it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         kept = kept_tokens(folder, source)
         if kept is None:
             _write(folder, source, tokenizer, progress)
@@ -505,16 +507,6 @@ def kept_tokens(folder: Path, source: TextFiles | SavedRows | None = None) -> To
         replaced=record.replaced,
         partial=folder / _TOKENS if PieceFile.at(folder / _TOKENS) is not None else None,
     )
-
-
-def _wait_for(lock: TextIO) -> None:
-    """Return when no other process holds the lock; it is held until the file is closed."""
-    if sys.platform == "win32":
-        return  # Two would do the same work, and the second replace what the first wrote by the same.
-    import fcntl  # There is none on Windows.
-
-    with contextlib.suppress(OSError):  # as on some network drives: then too both do the work
-        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _write(

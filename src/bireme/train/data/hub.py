@@ -11,6 +11,7 @@ import gzip
 import importlib
 import json
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from bireme.errors import BiremeError, closest, system_errors
 from bireme.model.sources import offline
 from bireme.train.data.samples import IGNORED
 from bireme.train.data.text_files import PIECE_BYTES, Named, Passage
-from bireme.user_code import optional_package
+from bireme.user_code import optional_package, reason_of
 
 # Rows of a dataset: text, token ids that were made before, or conversations and prompts with answers.
 #
@@ -215,16 +216,6 @@ def _first_values(path: Path) -> Row | None:
         new = {name: value for name, value in row.items() if found is None or found.get(name) is None}
         found = {**(found or {}), **new}
     return found
-
-
-def _broken_line(path: Path) -> BiremeError | None:
-    """The mistake in the first line of a file that holds no JSON object; None if all lines hold one."""
-    try:
-        for _ in _json_lines(path):
-            pass
-    except BiremeError as error:
-        return error
-    return None
 
 
 def _json_lines(path: Path, columns: Iterable[str] | None = None) -> Iterator[tuple[int, Row]]:
@@ -417,7 +408,7 @@ def _saved(datasets: Any, asked: _Asked, folder: Path, column: str | None) -> Sa
     try:
         dataset: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # what is wrong with its files comes as whatever their reader stumbles over
-        raise BiremeError(f"The dataset in {folder} cannot be read: {_reason(error)}.") from error
+        raise BiremeError(f"The dataset in {folder} cannot be read: {reason_of(error)}.") from error
     if isinstance(dataset, dict):
         dataset = _one_of(dataset, str(folder), asked.split)
     elif asked.split is not None:
@@ -508,8 +499,9 @@ def _identity(paths: "Iterator[Path] | list[Path]") -> str:
 
 def _failure(asked: _Asked, path: Path | None, error: BaseException) -> BiremeError:
     if path is not None:
-        wrong = _broken_line(path) if path.suffix == ".jsonl" else None
-        return wrong or BiremeError(f"The dataset in {path} cannot be read: {_reason(error)}.")
+        if path.suffix == ".jsonl":
+            deque(_json_lines(path), maxlen=0)  # raises what is wrong in a line
+        return BiremeError(f"The dataset in {path} cannot be read: {reason_of(error)}.")
     chain: BaseException | None = error
     while chain is not None:
         if type(chain).__name__ in _UNREACHED:
@@ -519,9 +511,4 @@ def _failure(asked: _Asked, path: Path | None, error: BaseException) -> BiremeEr
                 "or name a folder that has its files: hf:FOLDER."
             )
         chain = chain.__cause__ or chain.__context__
-    return BiremeError(f"The dataset {asked.name} cannot be loaded: {_reason(error)}.")
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+    return BiremeError(f"The dataset {asked.name} cannot be loaded: {reason_of(error)}.")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
-from bireme.user_code import optional_package
+from bireme.user_code import optional_package, reason_of
 
 # How many bytes of text each token of a tokenizer stands for, read from the tokenizer's own description.
 #
@@ -237,7 +237,4 @@ def _loaded(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a tokenizer's mistakes come as whatever its reader stumbles over
-        lines = str(error).strip().splitlines() or ["no further message"]
-        raise BiremeError(
-            f"The tokenizer in {folder} cannot be read: {type(error).__name__}: {lines[0].rstrip('.')}."
-        ) from error
+        raise BiremeError(f"The tokenizer in {folder} cannot be read: {reason_of(error)}.") from error
