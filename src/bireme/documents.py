@@ -114,7 +114,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The one JSON object in the file at `path`, as it is written there."""
-    text = _text(path)
+    text = text_of(path)
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -132,12 +132,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path, model: type[Model], advise: Advise = _no_advice) -> Model:
     """The TOML file at `path` as a `model`."""
-    text = _text(path)
+    return as_toml(text_of(path), model, str(path), advise)
+
+
+def as_toml(text: str, model: type[Model], source: str, advise: Advise = _no_advice) -> Model:
+    """TOML as a `model`; `source` is what to call it in an error."""
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BiremeError(f"{path} is not TOML: {str(error).rstrip('.')}.") from None
-    return validated(data, model, source=str(path), advise=advise)
+        raise BiremeError(f"{source} is not TOML: {str(error).rstrip('.')}.") from None
+    return validated(data, model, source=source, advise=advise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

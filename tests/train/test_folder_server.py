@@ -28,7 +28,6 @@ from bireme.runtime.copies.folder_server import (
 from bireme.runtime.copies.keeper import KeeperAddress, RequestConnection, RequestServer, talk_to
 from bireme.train import host_launcher
 from bireme.train.checkpoint.checkpoint import (
-    Holders,
     MachinesNote,
     SpreadTensors,
     fetch_manifest,
@@ -382,13 +381,13 @@ def test_a_tensor_is_read_here_or_from_a_machine_that_has_it_as_it_was_written(t
     manifest = manifest_of(4, entry)
     with serving(*runs) as addresses:
         name = "checkpoints/step-00000004/rank-0000.safetensors"
-        spread = SpreadTensors(steps[0], runs[0], manifest, Holders({name: tuple(addresses[1:])}))
+        spread = SpreadTensors(steps[0], runs[0], manifest, {name: tuple(addresses[1:])})
         assert all(torch.equal(spread[name], tensor) for name, tensor in tensors.items())
         note_machines(runs[0], MachinesNote(tuple(addresses), 0))
-        assert find_holders(runs[0], steps[0], manifest, [entry]).files == {name: (addresses[2],)}
+        assert find_holders(runs[0], steps[0], manifest, [entry]) == {name: (addresses[2],)}
         (steps[2] / "rank-0000.safetensors").unlink()
         with pytest.raises(BiremeError, match="damaged on all machines"):
-            SpreadTensors(steps[0], runs[0], manifest, Holders({name: (addresses[1],)}))["weights/a"]
+            SpreadTensors(steps[0], runs[0], manifest, {name: (addresses[1],)})["weights/a"]
         with pytest.raises(
             BiremeError, match=r"lacks rank-0000\.safetensors: .* was written on blue, and no"
         ):

@@ -264,7 +264,7 @@ def test_a_model_larger_than_the_free_memory_is_refused_with_the_ways_to_give_it
     monkeypatch.setattr("bireme.train.model.available_bytes", lambda: 1000)
     model = model_of(home, "initialized")
     with pytest.raises(BiremeError, match=r"0\.0 GiB of free memory.*model\.weights.*from_scratch = true"):
-        model.initial_weights(model.training.graph(2))
+        model.initial_weights(model.training.graph(2), lambda _done, _what: None)
 
 
 def test_a_folder_of_safetensors_takes_the_place_of_the_function_s_weights(home: Path) -> None:

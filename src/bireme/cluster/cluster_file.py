@@ -35,7 +35,7 @@ from bireme.cluster.cluster import (
 )
 from bireme.cluster.device import FASTEST, Device
 from bireme.cluster.named_machines import machines_of
-from bireme.documents import read_toml, toml_value
+from bireme.documents import as_toml, text_of, toml_value
 from bireme.errors import BiremeError, closest, errors_of
 from bireme.files import write_text_atomically
 
@@ -357,8 +357,13 @@ def example_names() -> tuple[str, ...]:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file."""
-    file = read_toml(path, _ClusterFile)
-    with errors_of(path):
+    return cluster_in(text_of(path), str(path))
+
+
+def cluster_in(text: str, source: str) -> Cluster:
+    """The cluster in the text of a file; `source` is what to call it in an error."""
+    file = as_toml(text, _ClusterFile, source)
+    with errors_of(source):
         return _cluster(file)
 
 

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import current_process, spawn
@@ -259,14 +259,19 @@ def _call_this_process(name: str) -> None:
         Path("/proc/self/comm").write_text(name[:_CALLED_BYTES], encoding="utf-8")
 
 
+def take_environment(variables: Mapping[str, str]) -> None:
+    """Have these variables, and no others."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def _work(talk: Connection) -> None:
     """Take on the requested state, and do the task."""
     prepared = talk.recv()
     assert isinstance(prepared, Preparation)
     _call_this_process(prepared.name)
-    for name in os.environ.keys() - prepared.environment.keys():
-        del os.environ[name]
-    os.environ.update(prepared.environment)
+    take_environment(prepared.environment)
     if "numpy.random" in sys.modules:
         # All copies would draw the same numbers. Python's own generator is seeded after each fork.
         sys.modules["numpy.random"].seed()

@@ -30,6 +30,7 @@ from bireme.runtime.fork_server import (
     kept_for_good,
     next_report,
     serve,
+    take_environment,
 )
 
 CAN_FORK = sys.platform == "linux"
@@ -108,7 +109,8 @@ def serve_from_here(*modules: str) -> None:
     lack, it only imports.
     """
     global _server  # noqa: PLW0603 (a process has one)
-    with _one_thread(), kept_for_good():
+    # So numpy starts no threads for matrices: they are not used here.
+    with environment({THREADS_OF_NUMPY: "1"}), kept_for_good():
         for module in modules:
             importlib.import_module(module)
     if not CAN_FORK or _server is not None or len(list(_THREADS.iterdir())) > 1:
@@ -117,7 +119,7 @@ def serve_from_here(*modules: str) -> None:
     own = os.getpid()
     sys.stdout.flush()  # or each copy would print the rest of the buffer
     sys.stderr.flush()
-    with _signals_held():
+    with signals_held():
         pid = os.fork()
         if pid == 0:
             try:
@@ -254,7 +256,7 @@ def _started() -> _Server:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = SERVER.format(path=sys.path, file=there.fileno(), pid=os.getpid())
     words = [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code]  # type: ignore[attr-defined]
-    with there, _signals_held():
+    with there, signals_held():
         # With one thread a library starts none when it is imported. A copy has as many as it asks for.
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started = subprocess.Popen(
@@ -288,20 +290,19 @@ def _at_load() -> _Surroundings:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep numpy, imported in the block, from starting threads for matrices: they are not used here."""
-    before = os.environ.get(THREADS_OF_NUMPY)
-    os.environ[THREADS_OF_NUMPY] = "1"
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Let the processes that are started inside have these variables, and not have those that are None."""
+    before = dict(os.environ)
+    changed = {**before, **changes}
+    take_environment({name: value for name, value in changed.items() if value is not None})
     try:
         yield
     finally:
-        del os.environ[THREADS_OF_NUMPY]
-        if before is not None:
-            os.environ[THREADS_OF_NUMPY] = before
+        take_environment(before)
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Processes that are started in the block have signals to the whole group blocked at first."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     try:

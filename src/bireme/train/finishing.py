@@ -28,7 +28,7 @@ from bireme.train.generating import Choice, WritingStyle, end_ids
 from bireme.train.model import remove_initial
 from bireme.train.outcome import Outcome, first_of
 from bireme.train.prepare import PreparedRun
-from bireme.train.resume_checks import has_base, names_in_base
+from bireme.train.resume_checks import base_folder, names_in_base
 from bireme.train.run_file import Log, RunFile
 from bireme.train.summary import summary_of
 
@@ -181,7 +181,7 @@ def _question(run: RunFile, data: RunData, tokenizer: Tokenizer, example: _Examp
     prompt = run.log.prompt
     if prompt == Log().prompt:
         return example.question
-    if data.has_chats:
+    if any(one.form for one in data.recognized):  # it holds conversations, or becomes conversations
         return chat_form(tokenizer).question(prompt)
     return tokenizer.encode(prompt) or example.question
 
@@ -319,7 +319,7 @@ def check_kept(folder: RunFolder, needed_bytes: int) -> None:
 def _checkpoint_bytes(prepared: PreparedRun) -> int:
     """The tensors of one checkpoint over all ranks."""
     run, graph, plan = prepared.run, prepared.graph, prepared.plan.plan
-    left_out = names_in_base(graph) if has_base(run) else frozenset[str]()
+    left_out = names_in_base(graph) if base_folder(run) is not None else frozenset[str]()
     copies = {Rule.DELAYED: 1, Rule.FRESH: plan.width}.get(plan.source.rule, 0)
     found = sum(one.num_bytes for one in graph.buffers if one.persistent and one.name not in left_out)
     for one in graph.parameters:

@@ -7,6 +7,7 @@ the others are, and goes on with its replicas in their next incarnations.
 """
 
 import atexit
+import fcntl
 import hashlib
 import os
 import secrets
@@ -34,13 +35,13 @@ from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProc
 from bireme.runtime.copies.copier import CopyOrders
 from bireme.runtime.copies.folder_server import digests_at, read_file
 from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.processes import environment
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.checkpoint.checkpoint import other_machines
 from bireme.train.export import has_ended
 from bireme.train.finishing import DONE, FinishedRun, finish
 from bireme.train.folder import RunFolder, load_asked
 from bireme.train.launching import (
-    environment,
     gpus_here,
     launch_here,
     replica_settings,
@@ -182,8 +183,6 @@ _LAUNCHER_S = 300.0
 
 def wait_for_launcher(orders: HostOrders, rank: int) -> None:
     """Return once the launcher of this host has come and ended."""
-    import fcntl
-
     host = orders.hosts_of_ranks[rank]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # which are for the launcher, and end this process with it
@@ -416,8 +415,6 @@ def _started_coordinator(
     """Be the launcher of a host until this process ends, which removes the file of its lock, and start the
     host's coordinator. That of the first one begins the run, if it was not started before.
     """
-    import fcntl  # not on every system
-
     with suppress(OSError):  # another launcher that has not ended yet: the port of its coordinator tells that
         fcntl.lockf(_open_lock(orders, number), fcntl.LOCK_EX | fcntl.LOCK_NB)
         atexit.register(_lock_of(orders, number).unlink, missing_ok=True)

@@ -29,6 +29,7 @@ from bireme.machines.keys import key_path
 from bireme.machines.orders import PHASE, MachineOrders, PhaseReport, run_name
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.fork_server import take_environment
 from bireme.runtime.processes import Process, preload, start_process
 from bireme.runtime.stores import KEY
 from bireme.train.folder import RunFolder
@@ -312,9 +313,7 @@ def _train(talk: Connection, variables: dict[str, str], words: list[str], is_att
     `bireme join` that has started it.
     """
     os.setsid()  # a signal of the terminal comes once, passed on
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
+    take_environment(variables)
     if is_attended:
         os.environ[SOCKET] = str(os.dup(talk.fileno()))
     talk.close()

@@ -7,7 +7,7 @@ processes are ended the hard way only if a second signal comes.
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import isfinite
@@ -29,10 +29,11 @@ from bireme.report.timeline_document import write_recorded
 from bireme.runtime.board import RankFailed, RunFailed, WeightsLost
 from bireme.runtime.launch import launch, signal_ranks
 from bireme.runtime.layout import layout_of
+from bireme.runtime.processes import environment
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.runtime.replicas.launch import launch_replicas
 from bireme.sync.coordinator.samples import CoordinatorSettings, GroupSettings, SyncMode
-from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, step_after
+from bireme.train.checkpoint.checkpoint import Checkpoint, newest_good, step_after
 from bireme.train.choices import sums_of
 from bireme.train.finishing import FinishedRun, finish
 from bireme.train.folder import RunFolder
@@ -78,7 +79,7 @@ def _replanned(prepared: PreparedRun, outcome: Outcome) -> PreparedRun:
 # A few batches of a run as the simulator foresees them, to be drawn above those that were measured.
 
 
-def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> None:
+def write_predicted(prepared: PreparedRun, path: Path) -> None:
     """Write the predicted timeline; nothing if the plan does not name devices or there is no profile."""
     if prepared.profile is None or not prepared.plan.plan.devices:
         return
@@ -87,7 +88,7 @@ def write_predicted(prepared: PreparedRun, path: Path, *, num_batches: int) -> N
         prepared.profile,
         prepared.machines.cluster,
         plan_request_of(prepared.run, sums_of(prepared.run, prepared.graph), prepared.graph),
-        num_batches=num_batches,
+        num_batches=RECORDED,
     )
     write_recorded(timeline, path)
 
@@ -177,7 +178,7 @@ def _run(
 ) -> list[Outcome]:
     """What the ranks of a run come to."""
     plan, machines = prepared.plan.plan, prepared.machines
-    write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
+    write_predicted(prepared, folder.predicted_timeline)
     begin = run_start(prepared, folder, checkpoint, machines.threads)
     begin = replace(begin, is_shown=is_shown, may_replan=may_replan, census=prepared.census)
     if keeper is not None:
@@ -231,7 +232,7 @@ def run_start(
         passed_over=() if checkpoint is None else checkpoint.passed_over,
         first_delayed_step=first_delayed_step(prepared.run, prepared.plan, resumed),
         copies=copies,
-        holders=Holders() if checkpoint is None else checkpoint.holders,
+        holders={} if checkpoint is None else checkpoint.holders,
     )
 
 
@@ -359,22 +360,6 @@ def _links_onward(plan: Plan, cluster: Cluster) -> list[float | None]:
             speed = cluster.bandwidth(*map(cluster.number_of, devices[rank : rank + 2]))
             found[rank] = speed if isfinite(speed) else None
     return found
-
-
-@contextmanager
-def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Let the processes that are started inside have these variables, and not have those that are None."""
-    before = dict(os.environ)
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

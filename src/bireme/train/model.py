@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bireme.cluster.machine import available_bytes
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.files import new_folder
 from bireme.model.capture import Captures, Inputs, Loss, batch_size, dropouts_of, resized
 from bireme.model.fused_loss import fused
@@ -96,6 +96,27 @@ def read_initial(folder: Path) -> Weights:
 
 
 _WRITE_AGAIN = "`bireme resume` writes it again if the run has no checkpoint."
+
+
+def folder_weights(graph: Graph, folder: Path, model: torch.nn.Module, otherwise: Weights) -> Weights:
+    """The weights in the files of a folder, and those that it lacks from elsewhere."""
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        bring_weights(graph, names, folder, model=model)
+        return load_weights(graph, names, folder, dtype=torch.float32, model=model)
+
+    return with_rest(read, otherwise)
+
+
+def with_rest(read: Weights, otherwise: Weights) -> Weights:
+    """The tensors that `read` finds, and those that it does not from elsewhere."""
+
+    def both(names: Sequence[str]) -> Mapping[str, Tensor]:
+        found = read(names)
+        rest = [name for name in names if name not in found]
+        return {**found, **otherwise(rest)} if rest else found
+
+    return both
 
 
 def placeholders(graph: Graph) -> Weights:
@@ -323,9 +344,12 @@ class RunModel:
                 "with model.train or model.freeze, or see that the model leaves some trainable."
             )
 
-    def initial_weights(self, graph: Graph) -> InitialWeights | None:
+    def initial_weights(self, graph: Graph, progress: Progress) -> InitialWeights | None:
         """The weights that a function of the user makes, all of them; None if they come from elsewhere."""
-        return InitialWeights(self._made(graph)) if self.is_made else None
+        if not self.is_made:
+            return None
+        progress(0.0, "making the model's weights")
+        return InitialWeights(self._made(graph))
 
     def weights(self, graph: Graph, kept: Path | None = None) -> Weights:
         """Gives parameters and buffers by name: those of a folder, of the user's function, or new ones.
@@ -340,14 +364,9 @@ class RunModel:
         def made(names: Sequence[str]) -> Mapping[str, Tensor]:
             return {name: make()[name].clone() for name in names}
 
-        def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-            assert self.source.folder is not None
-            base = self.source.base
-            bring_weights(base_graph, names, self.source.folder, model=base)
-            found = load_weights(base_graph, names, self.source.folder, dtype=torch.float32, model=base)
-            return {**found, **fresh([name for name in names if name not in found])}
-
-        given: Weights = read if self.reads_weights else fresh
+        given: Weights = fresh
+        if self.reads_weights and self.source.folder is not None:
+            given = folder_weights(base_graph, self.source.folder, self.source.base, fresh)
         if self.is_made:
             given = made if kept is None else read_initial(kept)
         adapter = self.source.adapter

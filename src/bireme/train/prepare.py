@@ -73,10 +73,10 @@ from bireme.train.plan_search import (
 )
 from bireme.train.resume_checks import (
     DataIdentity,
+    base_folder,
     check_none_left,
     check_same_run,
     data_identity,
-    has_base,
     keep_base,
     write_identity,
 )
@@ -128,14 +128,12 @@ def evaluation_beside(model: RunModel, largest: int, batch: int) -> Iterator[Cal
     Gives the way to have that graph from the one in training mode. `largest` are the samples of its example
     inputs. What goes wrong in the copy is tried here once more, so that errors are the model's own.
     """
-    if model.evaluation.knows(batch):
-        yield lambda graph: model.evaluation.graph(batch)
-        return
-    dropouts = model.dropouts()
+    is_known = model.evaluation.knows(batch)
+    dropouts = None if is_known else model.dropouts()
     if dropouts is not None:
         yield lambda graph: in_evaluation(graph, dropouts) or model.evaluation.graph(batch)
         return
-    if next(_earlier) or not has_server() or num_cores() < _LEAST_CORES:
+    if is_known or next(_earlier) or not has_server() or num_cores() < _LEAST_CORES:
         yield lambda graph: model.evaluation.graph(batch)
         return
     process, talk = start_process("bireme capture", _capture, model.run, largest, batch)
@@ -254,7 +252,7 @@ def prepare(
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)
-    initial = _initial(model, graph, progress) if begins else None
+    initial = model.initial_weights(graph, progress) if begins else None
     owners = sorted(run.data.private or ())
     census = census_of(run, model, graph, data, owners if is_alone else ())
     answer = measured = planning_s = None
@@ -298,13 +296,6 @@ def _is_captured_as(run: RunFile, before: RunFile) -> bool:
         return one.model, one.data.length, one.data.packing, one.training.gradient_form
 
     return settings(run) == settings(with_model_defaults(before))
-
-
-def _initial(model: RunModel, graph: Graph, progress: Progress) -> InitialWeights | None:
-    """The weights that a function of the user makes; None if they come from elsewhere."""
-    if model.is_made:
-        progress(0.0, "making the model's weights")
-    return model.initial_weights(graph)
 
 
 def prepared_again(
@@ -358,7 +349,7 @@ def prepared_before(
     _check_samples(data, graph)
     census = census_of(run, model, graph, data, sorted(run.data.private or ()) if is_alone else ())
     identity = data_identity(run, data)
-    initial = _initial(model, graph, progress) if begins else None
+    initial = model.initial_weights(graph, progress) if begins else None
     known = data, identity, None, census, initial
     return PreparedRun(run, machines, graph, evaluation, plan, None, measured, *known)
 
@@ -450,7 +441,7 @@ def written_paths(prepared: PreparedRun, folder: RunFolder) -> list[Path]:
         folder.graph: True,
         folder.evaluation_graph: True,
         folder.data: True,
-        folder.base: has_base(run),
+        folder.base: base_folder(run) is not None,
         folder.private: bool(prepared.census),
         folder.path / RECORD: True,
         folder.metrics: True,

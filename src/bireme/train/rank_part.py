@@ -74,7 +74,7 @@ class RunStart:
     first_delayed_step: int = 0
     copies: CopySource | None = None
     copying: CopyOrders | None = None
-    holders: Holders = field(default_factory=Holders)
+    holders: Holders = field(default_factory=dict)
     machines: SpreadMachines | None = None
 
     @property

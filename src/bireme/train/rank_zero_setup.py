@@ -13,12 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bireme.bounds import ANY
-from bireme.cluster.cluster import Cluster, Server
-from bireme.cluster.cluster_file import load_cluster, read_cluster, save_cluster
+from bireme.cluster.cluster import Cluster
+from bireme.cluster.cluster_file import cluster_in, load_cluster, read_cluster, save_cluster
 from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError, Tell
-from bireme.files import write_text_atomically
 from bireme.machines.measured_lines import lines_in_variable
 from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan, servers_of_places
@@ -34,7 +33,7 @@ from bireme.train.folder import RunFolder
 from bireme.train.launching import write_predicted
 from bireme.train.machines import CPU_WORKERS, LaunchedProcess, check_kinds, cluster_of, places_in, ranks_on
 from bireme.train.outcome import RestartLimitError, check_restart_limit, count_start
-from bireme.train.plan_search import RECORDED, ProfiledRun, chooses_batch, with_batch_of
+from bireme.train.plan_search import ProfiledRun, chooses_batch, with_batch_of
 from bireme.train.prepare import (
     AfterLoss,
     PreparedRun,
@@ -261,7 +260,7 @@ def set_up_run(
     idle = ", ".join(str(rank) for rank in sorted(set(ranks) - set(places)))
     if idle:
         tell(f"The plan uses {len(places)} of {len(ranks)} processes; rank {idle} has no work.")
-    write_predicted(prepared, folder.predicted_timeline, num_batches=RECORDED)
+    write_predicted(prepared, folder.predicted_timeline)
     threads = asked.cluster.threads_per_worker
     copies = start_name(number) if has_copies(prepared.run, prepared.plan.plan.width, started) else ""
     kept = with_agreement(named, sync.mode, AUTO)
@@ -378,12 +377,8 @@ def _cluster(run: RunFile, nodes: Nodes, device: str, texts: Sequence[str], tell
         return cluster
     if len(nodes) == 1 and device == "cpu":
         return None
-    servers = list[Server]()
-    with TemporaryDirectory() as scratch:
-        for text in texts:
-            path = Path(scratch) / "server.toml"
-            write_text_atomically(path, text)
-            servers += read_cluster(path).servers
+    found = [cluster_in(text, f"what machine {place} says") for place, text in zip(nodes, texts, strict=True)]
+    servers = [server for one in found for server in one.servers]
     if len(servers) == 1:
         return Cluster(tuple(servers))
     known = {number: place for place, number in enumerate(nodes)}

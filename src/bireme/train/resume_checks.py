@@ -85,11 +85,6 @@ class BaseIdentity(_Identity):
     sha256: str
 
 
-def has_base(run: RunFile) -> bool:
-    """Whether the checkpoints of a new run leave out frozen weights, which its base holds."""
-    return base_folder(run) is not None
-
-
 def base_identity(run: RunFile) -> BaseIdentity | None:
     """The identity of a run's base, for which all its files are read; None if the run has no base."""
     folder = base_folder(run)

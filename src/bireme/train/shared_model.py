@@ -28,7 +28,6 @@ from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.launch import Result, launch
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import (
-    Holders,
     MachinesNote,
     fetch_manifests,
     note_machines,
@@ -148,9 +147,9 @@ class ModelFiles:
         path, holders = work.subject.checkpoint, work.subject.holders
         roots = [work.tokens.get(str(Path(one).resolve()), one) for one in work.files]
         own = self._folders.served(None if path is None else path.parents[1], roots)
-        if path is not None and not holders.files:
+        if path is not None and not holders:
             names = (one.name for one in open_checkpoint(path).manifest.files)
-            holders = Holders({f"{_name_in_run(path)}/{name}": (own,) for name in names})
+            holders = {f"{_name_in_run(path)}/{name}": (own,) for name in names}
         return replace(work, subject=replace(work.subject, holders=holders))
 
     def _fetched(self, checkpoint: Path | None, files: Sequence[str]) -> dict[str, str]:

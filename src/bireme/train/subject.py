@@ -1,7 +1,7 @@
 """What `bireme evaluate` and `bireme generate` take: a run, or a folder with a model, and its parts."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -21,16 +21,15 @@ from bireme.model.graph import Graph, Reference, Value, evaluate
 from bireme.model.sources import load_source
 from bireme.model.stage import StageFunction
 from bireme.model.units import Unit, units_of
-from bireme.model.weights import Weights, check_weights, load_weights
+from bireme.model.weights import Weights, check_weights
 from bireme.plan.plan_file import load_plan
 from bireme.runtime.message_format import TensorSpec
 from bireme.runtime.token_line import SCORES, ModelPart, Tensors
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, open_checkpoint
 from bireme.train.export import ABOUT, exported_length, exported_step
-from bireme.train.fetched import bring_weights
 from bireme.train.folder import RunFolder
-from bireme.train.model import RunModel
+from bireme.train.model import RunModel, folder_weights, with_rest
 from bireme.train.rendezvous import Announcements
 from bireme.train.resume_checks import base_of_checkpoint, check_same_base
 from bireme.train.run_file import RunFile, load_run_file
@@ -313,7 +312,7 @@ class Subject:
     graph: Path | None = None
     num_microbatches: int = 1
     is_run: bool = False
-    holders: Holders = field(default_factory=Holders)
+    holders: Holders = field(default_factory=dict)
 
     def weights(self, model: RunModel, graph: Graph) -> Weights:
         """Reads parameters and buffers by name; those that no file holds are initialized."""
@@ -321,7 +320,7 @@ class Subject:
             checkpoint = replace(open_checkpoint(self.checkpoint), holders=self.holders)
             return _of_checkpoint(checkpoint, model.weights(graph))
         if self.folder is not None:
-            return _of_folder(self.folder, graph, model)
+            return folder_weights(graph, self.folder, model.source.model, model.weights(graph))
         return model.weights(graph)
 
     def check(self, model: RunModel, graph: Graph) -> None:
@@ -399,7 +398,7 @@ def _of_run(folder: RunFolder, sets: Sequence[str], tell: Tell) -> Subject:
         graph=None if changed else folder.evaluation_graph,
         num_microbatches=plan.width * plan.num_microbatches,
         is_run=True,
-        holders=Holders() if checkpoint is None else checkpoint.holders,
+        holders={} if checkpoint is None else checkpoint.holders,
     )
 
 
@@ -432,23 +431,4 @@ def _of_checkpoint(checkpoint: Checkpoint, otherwise: Weights) -> Weights:
         keys = ((name, f"{part}/{name}") for name in names for part in ("weights", "buffers"))
         return {name: saved[key] for name, key in keys if key in saved}
 
-    return _with_rest(read, otherwise)
-
-
-def _of_folder(folder: Path, graph: Graph, model: RunModel) -> Weights:
-    def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        bring_weights(graph, names, folder, model=model.source.model)
-        return load_weights(graph, names, folder, dtype=torch.float32, model=model.source.model)
-
-    return _with_rest(read, model.weights(graph))
-
-
-def _with_rest(read: Callable[[Sequence[str]], dict[str, torch.Tensor]], otherwise: Weights) -> Weights:
-    """The tensors that `read` finds, and those that it does not from elsewhere."""
-
-    def both(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = read(names)
-        rest = [name for name in names if name not in found]
-        return found | dict(otherwise(rest)) if rest else found
-
-    return both
+    return with_rest(read, otherwise)

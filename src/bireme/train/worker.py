@@ -36,7 +36,7 @@ from bireme.train.data.prepare import find_place
 from bireme.train.data.samples import Samples
 from bireme.train.folder import RunFolder
 from bireme.train.loop import Loop, ScheduleSwitch
-from bireme.train.model import RunModel, placeholders
+from bireme.train.model import RunModel, placeholders, with_rest
 from bireme.train.outcome import MemoryUsed, Outcome, Stops
 from bireme.train.plan_search import flush_twin, grown, plans_of
 from bireme.train.rank_part import RankPart, RunStart
@@ -128,12 +128,7 @@ def _weights(part: RankPart, graph: Graph) -> Weights:
     base, given = part.in_base(graph), model.weights(graph)
     states = (*graph.parameters, *graph.buffers)
     later = {one.name for one in states if one.persistent and one.name not in base}
-
-    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        rest = [name for name in names if name not in later]
-        return {**blank([name for name in names if name in later]), **(given(rest) if rest else {})}
-
-    return read
+    return with_rest(lambda names: blank([name for name in names if name in later]), given)
 
 
 def _sharing(part: RankPart, saved: SavedPlan) -> Sharing | None:

@@ -76,7 +76,7 @@ def encrypts(made: socket.socket, policy: Policy) -> bool:
 
 def leaves_host(made: socket.socket) -> bool:
     """Whether a connection leads to another host. Containers with an address of their own count as hosts."""
-    if made.family == getattr(socket, "AF_UNIX", None):
+    if made.family == socket.AF_UNIX:
         return False
     own, peer = made.getsockname()[0], made.getpeername()[0]
     return own != peer and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback

@@ -5,6 +5,7 @@ written.
 """
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -92,11 +93,8 @@ def noted_machines(folder: Path) -> MachinesNote | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Holders:
-    """The machines that have the files of one checkpoint. Names are relative to the folder of the run."""
-
-    files: Mapping[str, tuple[KeeperAddress, ...]] = field(default_factory=dict)
+Holders = Mapping[str, tuple[KeeperAddress, ...]]
+"""The machines that have the files of one checkpoint. Names are relative to the folder of the run."""
 
 
 def find_holders(run: Path, checkpoint: Path, manifest: Manifest, lacking: Sequence[FileEntry]) -> Holders:
@@ -119,7 +117,7 @@ def find_holders(run: Path, checkpoint: Path, manifest: Manifest, lacking: Seque
         own = note.addresses[note.own]
         is_here = {names[one.name] for one in manifest.files if one not in lacking}
         found = {name: (*([own] if name in is_here else []), *having) for name, having in found.items()}
-    return Holders(found)
+    return found
 
 
 def is_elsewhere(path: Path) -> bool:
@@ -200,7 +198,7 @@ class SpreadTensors(SavedTensors):
                 if place.digest in ("", tensor_digest(found)):
                     return found
         path = f"{self._where}/{file.name}"
-        addresses = self._holders.files.get(path, ())
+        addresses = self._holders.get(path, ())
         for own in (addresses, *((one,) for one in addresses)):
             data = read_range(own, path, place.begin, place.num_bytes, _STEP_S)
             found = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -305,10 +303,6 @@ def _remove(folder: Path, prefix: str) -> None:
 def _try_to_lock(file: FileIO) -> bool:
     """Whether the lock is this process's now. An `OSError` where there are no locks."""
     try:
-        import fcntl
-    except ImportError:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
-    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -349,14 +343,14 @@ class Checkpoint:
     manifest: Manifest
     passed_over: tuple[Path, ...] = ()
     copies: CopySource | None = None
-    holders: Holders = field(default_factory=Holders)
+    holders: Holders = field(default_factory=dict)
 
     def snapshot(self) -> Snapshot:
         """The state of all ranks, by name. A tensor is read from its file or its keeper when it is used."""
         saved: Mapping[str, Tensor]
         if self.copies is not None:
             saved = self.copies.tensors()
-        elif self.manifest.machines or self.holders.files:
+        elif self.manifest.machines or self.holders:
             saved = SpreadTensors(self.folder, self.folder.parents[1], self.manifest, self.holders)
         else:
             saved = SavedTensors(self.folder, self.manifest.files)

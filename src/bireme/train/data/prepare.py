@@ -314,11 +314,6 @@ class RunData:
         """Whether some source holds conversations, or prompts with answers."""
         return any(one.counted is Counted.ANSWERS for one in self.recognized)
 
-    @property
-    def has_chats(self) -> bool:
-        """Whether some source holds conversations, or becomes conversations."""
-        return any(one.form for one in self.recognized)
-
     def order(self, seed: int) -> SampleOrder:
         """The order in which a run goes through the samples to train on."""
         return order_of(self.training, seed)

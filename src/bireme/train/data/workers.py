@@ -9,7 +9,6 @@ import contextlib
 import math
 import pickle
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 from bireme.errors import BiremeError, SampleError, tell
+from bireme.runtime.fork_server import HELD
 from bireme.runtime.microbatches import Rows
-from bireme.runtime.processes import UNREPORTED, start_process
+from bireme.runtime.processes import UNREPORTED, signals_held, start_process
 from bireme.train.data.samples import Batch, Samples, take_rows
 
 _LOOK_S = 0.2
@@ -42,8 +42,6 @@ _MOST_TIMEOUTS, _MOST_TIMES, _FIRST_TIMEOUTS = 1 / 3, 10, 10
 """A worker hangs if a batch takes longer than this part of the timeout, and longer than the slowest batch so
 far times the second number. The first batch may take `_FIRST_TIMEOUTS` timeouts.
 """
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +259,7 @@ class _Worker:
         self.process.close()
 
     def _start(self) -> None:
-        with _signals_waiting():
+        with signals_held():
             self.process, self.connection = start_process(
                 f"bireme {self._name}", _work, self._pickled, self._data
             )
@@ -313,25 +311,11 @@ def _end(workers: Sequence[_Worker]) -> None:
         worker.process.close()
 
 
-@contextlib.contextmanager
-def _signals_waiting() -> Iterator[None]:
-    """For a process that is started in the block, signals wait until it ignores them."""
-    if sys.platform == "win32":
-        yield  # It has neither.
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _work(connection: Connection, pickled: bytes, data: str) -> None:
     """What a worker does: the tasks that come, until no more can come."""
-    for number in _SIGNALS:
+    for number in HELD:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     torch.set_num_threads(1)
     samples: Samples | None = None
     while True:
