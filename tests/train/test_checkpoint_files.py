@@ -306,7 +306,7 @@ def test_checkpoints_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
 def test_a_tensor_of_a_type_unknown_to_this_torch_is_refused_in_a_sentence(tmp_path: Path) -> None:
     entry = write_shard(tmp_path / "rank-0000.safetensors", {"a": torch.ones(2)})
     future = entry.model_copy(update={"tensors": [entry.tensors[0].model_copy(update={"dtype": "float3"})]})
-    with pytest.raises(BiremeError, match="in the type float3"):
+    with pytest.raises(BiremeError, match="has the type float3"):
         SavedTensors(tmp_path, [future])["a"]
 
 

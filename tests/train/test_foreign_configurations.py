@@ -238,7 +238,7 @@ def test_a_file_of_another_kind_is_refused(here: Path) -> None:
         path.write_text(text)
         with pytest.raises(BiremeError, match=sentence):
             translated(path)
-    with pytest.raises(BiremeError, match="cannot be read: No such file"):
+    with pytest.raises(BiremeError, match="There is no file"):
         translated(here / "none.yml")
 
 

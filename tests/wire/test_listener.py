@@ -86,7 +86,7 @@ def test_who_knows_the_key_gets_in_with_its_purpose(house: House) -> None:
         assert caller.purpose.rstrip(b"\0") == b"purpose"
         made.sendall(b"after")
         assert caller.socket.recv(5) == b"after"
-    assert house.listener.num_strangers == 0
+    assert len(house.listener._strangers) == 0
 
 
 @pytest.mark.parametrize("key", ["", "the kez", KEY + "x"])
@@ -144,7 +144,7 @@ def test_strangers_that_say_too_little_or_too_much_are_refused(
         with suppress(OSError):
             made.sendall(words)
         assert is_refused(made)
-    house.wait(lambda: house.listener.num_strangers == 0)
+    house.wait(lambda: len(house.listener._strangers) == 0)
     assert house.callers == []
 
 
@@ -157,11 +157,11 @@ def test_many_silent_strangers_hold_up_nobody_and_cost_a_bounded_number_of_socke
             undo.enter_context(house.stranger())
         with call(house.doorway.address.rpartition(" ")[0] + " -", KEY, b"", patience_s()):
             house.wait(lambda: len(house.callers) == 1)
-        assert house.listener.num_strangers <= MOST_STRANGERS
+        assert len(house.listener._strangers) <= MOST_STRANGERS
         own_files = len(os.listdir("/proc/self/fd")) - num_files - 3 * MOST_STRANGERS  # noqa: PTH208
         assert own_files <= MOST_STRANGERS + 1
         assert threading.active_count() == num_threads
-    house.wait(lambda: house.listener.num_strangers == 0)
+    house.wait(lambda: len(house.listener._strangers) == 0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -174,7 +174,7 @@ def test_noise_at_the_door_changes_nothing(house: House, seed: int) -> None:
             made.sendall(draw.randbytes(draw.choice((1, 50, 95, 96, 97, 5000))))
     with call(house.doorway.address, KEY, b"", patience_s()):
         house.wait(lambda: len(house.callers) == 1)
-    house.wait(lambda: house.listener.num_strangers == 0)
+    house.wait(lambda: len(house.listener._strangers) == 0)
 
 
 @contextmanager

@@ -282,9 +282,9 @@ def _sparse_bytes(count: int, num_sent: int, low: int) -> int:
     return aligned(low * -(-num_sent // 8) + -(-(num_sent + (count >> low) + 1) // 8))
 
 
-def aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int, to: int = ALIGNMENT_BYTES) -> int:
     """The next place where a part may begin."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-num_bytes // to) * to
 
 
 # Which codecs the boundaries of a pipeline have, direction by direction and over a run. No torch.

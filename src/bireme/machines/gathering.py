@@ -206,10 +206,8 @@ class Gathering:
     def admit(self, public: str, secret: str, name: str) -> None:
         """Put a machine into the list. Raises a `BiremeError` that says why not."""
 
-        def change(found: AdmissionList) -> AdmissionList:
-            return found.admit(secret, public, printable(name)[:100] or "unnamed", time.time())
-
-        change_admissions(self._admissions, change)
+        called = printable(name)[:100] or "unnamed"
+        change_admissions(self._admissions, lambda found: found.admit(secret, public, called, time.time()))
 
     def take_offer(self, public: str, address: str, words: object) -> None:
         """A machine is there. Raises a `BiremeError` if it is not needed."""

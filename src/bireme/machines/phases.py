@@ -132,11 +132,6 @@ class RunPhase:
         return max((abs(one) for own in self.statuses.values() for one in own), default=0)
 
     @property
-    def failed(self) -> list[str]:
-        """The machines of which a process has failed itself: those of others then end with another status."""
-        return [key for key, own in self.statuses.items() if _MISTAKE in own]
-
-    @property
     def is_killed(self) -> bool:
         """Whether a signal has ended a process."""
         return any(one < 0 for own in self.statuses.values() for one in own)
@@ -480,7 +475,8 @@ class RunPhases:
             self._refuse(frozenset(phase.machines), phase.worst)
         elif phase.end != "stop":
             self._num_failures += not phase.lost
-            failed = phase.failed
+            # The processes of other machines end with another status.
+            failed = [key for key, own in phase.statuses.items() if _MISTAKE in own]
             if is_mistake and phase.step is not None and not is_again and len(failed) < len(phase.machines):
                 self._failed |= self._starts(failed)
                 self._say(

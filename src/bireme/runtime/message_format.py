@@ -28,6 +28,7 @@ from bireme.codec.description import (
     NONE,
     CodecChoice,
     LinkCodecs,
+    aligned,
     encoded_bytes,
 )
 from bireme.devices import pinned
@@ -263,10 +264,10 @@ class WireFormat:
         end = raw_end = HEADER_BYTES
         for spec in self.specs:
             num_bytes, is_encoded = spec.num_bytes, spec.is_encoded
-            raw_end = _aligned(raw_end + prod(spec.shape) * spec.dtype.itemsize)
+            raw_end = aligned(raw_end + prod(spec.shape) * spec.dtype.itemsize, _MESSAGE_ALIGNMENT_BYTES)
             offset = end if is_encoded else end // spec.dtype.itemsize
             places.append(_Place(spec, _strides(spec.shape), offset, num_bytes if is_encoded else None))
-            end = _aligned(end + num_bytes)
+            end = aligned(end + num_bytes, _MESSAGE_ALIGNMENT_BYTES)
         self._places = tuple(places)
         self.encoded = tuple(spec for spec in self.specs if spec.is_encoded)
         self.is_bounded = bool(self.specs) and self.specs[-1].codec.is_bounded
@@ -416,10 +417,6 @@ class Arrival:
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Those of a contiguous tensor."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _MESSAGE_ALIGNMENT_BYTES) * _MESSAGE_ALIGNMENT_BYTES
 
 
 # What crosses the boundaries between stages, tensor by tensor, at any micro-batch size.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bireme.codec.above import Threshold, new_memory
 from bireme.codec.blocks import BlockCodec
-from bireme.codec.description import BLOCK
+from bireme.codec.description import BLOCK, aligned
 from bireme.codec.sum_description import SumCodec, SumKind
 from bireme.sync.exchange import SentBytes
 from bireme.sync.feedback import RESIDUAL, THRESHOLD
@@ -67,6 +67,9 @@ class Piece:
         if self.residual is not None:
             torch._foreach_copy_([*self.residuals], self.residual.split_with_sizes(self.lengths)[::2])
 
+
+_APART = 16
+"""Messages begin at multiples of so many bytes: what goes as it is can be read as numbers of any kind."""
 
 MOST_BUNDLED = 2**16
 """Values: to code many small tensors one by one takes longer than to code their values."""
@@ -267,7 +270,7 @@ class Messages:
     def _begin(self, pieces: Sequence[list[Piece]]) -> _UnderWay:
         lengths = [[_most_bytes(self.coder, one) for one in own] for own in pieces]
         device = next(one.target.device for own in pieces for one in own)
-        most_bytes = sum(_aligned(one) for of_own in lengths for one in of_own)
+        most_bytes = sum(aligned(one, _APART) for of_own in lengths for one in of_own)
         message = torch.empty(most_bytes, dtype=torch.uint8, device=device)
         end, ends = 0, [0]
         for own, of_own in zip(pieces, lengths, strict=True):
@@ -278,7 +281,7 @@ class Messages:
                 if one.residual is not None and not one.is_own:
                     part = self._room_like(one.target, 1)
                     one.residual.sub_(_decode(self.coder, one, message[end : end + length], part))
-                end += _aligned(length)
+                end += aligned(length, _APART)
             ends.append(end)
         if self.to_all:
             lengths = lengths * self.group.size
@@ -304,7 +307,7 @@ class Messages:
         given_sizes: Sequence[int],
     ) -> _UnderWay:
         """Send each of the others its part of `given`. What comes has these lengths, by member."""
-        sizes = [sum(map(_aligned, of_member)) for of_member in lengths]
+        sizes = [sum(aligned(one, _APART) for one in of_member) for of_member in lengths]
         sizes[self.group.rank] = 0
         taken = given.new_empty(sum(sizes))
         self.sent.sent += given.nbytes
@@ -334,7 +337,7 @@ class Messages:
             total = one.target if is_free else self._room_like(one.target, 0)
             for member, message in enumerate(some.messages):
                 begin, length = ends[member], some.lengths[member][place]
-                ends[member] += _aligned(length)
+                ends[member] += aligned(length, _APART)
                 part = self._room_like(one.target, 1) if member else total
                 if member != rank or self.to_all:
                     _decode(self.coder, one, message[begin : begin + length], part)
@@ -365,7 +368,7 @@ class Messages:
         """Encode the sums of this member's pieces, and have them as others decode them."""
         own, factor = pieces[self.group.rank], self.factors[self.group.rank]
         lengths = [[_most_bytes(coder, one) for one in some] for some in pieces]
-        sizes = [*map(_aligned, lengths[self.group.rank])]
+        sizes = [aligned(one, _APART) for one in lengths[self.group.rank]]
         device = next(one.target.device for some in pieces for one in some)
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for one, out in zip(own, torch.split(message, sizes), strict=True):
@@ -385,7 +388,7 @@ class Messages:
             for one, length in zip(own, lengths, strict=True):
                 if not one.is_own:
                     _decode(self.of_sums, one, message[end : end + length], one.target)
-                end += _aligned(length)
+                end += aligned(length, _APART)
 
     def _room_like(self, tensor: Tensor, which: int) -> Tensor:
         """One of the two rooms for a tensor of that shape; what was there before is lost."""
@@ -416,11 +419,6 @@ def _decode(coder: Coder | None, one: Piece, message: Tensor, into: Tensor) -> T
     if one.kept is None or coder is None:
         return into.copy_(message[: into.nbytes].view(into.dtype))
     return coder.decode(message, tuple(into.shape), into.dtype, out=into)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Messages begin at multiples of 16, so that what goes as it is can be read as numbers of any kind."""
-    return -(-num_bytes // 16) * 16
 
 
 def _next(waiting: deque[Piece], most_bytes: int) -> list[Piece]:

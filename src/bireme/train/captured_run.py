@@ -152,13 +152,12 @@ class CapturedRun:
         """
         run, sizes, is_brief = self.run, micro_batches(self.run), is_short(self.run, self.graph)
         check_depth(run, len(units_of(self.graph)))
-        if is_brief and run.plan.micro_batch is None and run.plan.microbatches is None:
+        is_free = run.plan.micro_batch is None and run.plan.microbatches is None
+        if is_brief and is_free:
             sizes = sizes[::-2]
         if known and set(sizes) <= set(known):
             sizes = sorted(known)
-        elif (
-            run.plan.micro_batch is None and run.plan.microbatches is None and run.plan.largest_batch is None
-        ):
+        elif is_free and run.plan.largest_batch is None:
             speeds = [placed.device.speed for placed in self.machines.cluster.devices()]
             shares = shares_by_speed(run.training.batch_size, speeds)
             sizes = sorted({*sizes, *(one for one in shares if one <= max(sizes))})
@@ -205,7 +204,8 @@ class CapturedRun:
             if machines.device == "cpu":
                 measurer = ParallelMeasurer(
                     run,
-                    num_workers=machines.workers_here,
+                    # Those of the largest machine: they share what this one has, for all we know.
+                    num_workers=max(len(one.devices) for one in machines.cluster.servers),
                     num_threads=machines.threads,
                     num_cores=num_cores(),
                 )
@@ -280,8 +280,7 @@ class ParallelMeasurer:
         size = max(self._at_once, min(self._num_workers, 2))
         progress(0.0, f"starting {size} processes to measure")
         own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
-        large_bytes = _rounded(job.message_bytes)
-        kept = cache_path([*own, *self.circumstances, large_bytes], "engines")
+        kept = cache_path([*own, *self.circumstances, _rounded(job.message_bytes)], "engines")
         known = cached_figures(kept, EngineCost)
         with TemporaryDirectory() as folder, _followed(Path(folder, "progress"), progress) as path:
             found = launch(
@@ -290,7 +289,7 @@ class ParallelMeasurer:
                 self._run,
                 job,
                 self._at_once,
-                known or _Unknown(lopsided_graph(size), large_bytes),
+                known or lopsided_graph(size),
                 path,
                 timeout_s=self._run.cluster.timeout_s,
                 threads_per_process=self._num_threads,
@@ -304,14 +303,6 @@ class ParallelMeasurer:
         if known is None and measured.engine is not None and all(one.was_quiet for one in there):
             keep(kept, asdict(measured.engine))
         return measured
-
-
-@dataclass(frozen=True, slots=True)
-class _Unknown:
-    """How to find out what the engine takes: with this model, and messages of so many bytes."""
-
-    lopsided: Graph
-    large_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +321,13 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _measure(
-    world: World, run: RunFile, job: MeasuringJob, at_once: int, engine: EngineCost | _Unknown, path: Path
+    world: World, run: RunFile, job: MeasuringJob, at_once: int, engine: EngineCost | Graph, path: Path
 ) -> _Found | None:
     """Measure as one of several; None from a process that there is no core for.
 
-    What is known of the engine is not measured again, but for the memory of a process: that is what this one
-    has at its end, when it has run the engine and all units and has given their tensors back.
+    What is known of the engine is not measured again; else `engine` is a lopsided model to find it out with.
+    The memory of a process is: it is what this one has at its end, when it has run the engine and all units
+    and has given their tensors back.
     """
 
     def tell(done: float, what: str) -> None:
@@ -348,10 +340,9 @@ def _measure(
     with suppress(BiremeError):  # a run that is only planned may have no data that fit its model
         data = data_of(run, model)
     began_s, waited_before_s = perf_counter(), waited_s()
-    if isinstance(engine, EngineCost):
-        costs = engine
-    else:
-        costs = message_costs(world, engine.lopsided, engine.large_bytes) if world.size > 1 else NO_ENGINE
+    costs = engine if isinstance(engine, EngineCost) else NO_ENGINE
+    if isinstance(engine, Graph) and world.size > 1:
+        costs = message_costs(world, engine, _rounded(job.message_bytes))
     was_quiet = waited_s() - waited_before_s < _QUIET_SHARE * (perf_counter() - began_s)
     if world.rank >= at_once:
         return None
@@ -360,7 +351,7 @@ def _measure(
     tell(_UNITS_SHARE, "measuring the end of a batch")
     first = job.first
     alone = BatchEndTimes(costs.reduce_s, costs.update_s, costs.trial_s)
-    if costs is not engine:
+    if isinstance(engine, Graph):
         alone = batch_end_of_next_to_nothing(job.optimizer)
     ends = {
         index: batch_end_of(first.graph, first.units[index], job.optimizer, job.effort.num_least).beyond(

@@ -88,7 +88,10 @@ class EvaluationSet:
 
     def __post_init__(self) -> None:
         end, num = self.num_batches * self.batch_size, len(self.samples)
-        self._rest = SampleRange(self.samples, end, num) if self.with_rest and end < num else None
+        self._parts = [(self.samples, self.order, self.batch_size, self.num_batches, self.num_workers)]
+        if self.with_rest and end < num:
+            rest = SampleRange(self.samples, end, num)
+            self._parts.append((rest, Order(len(rest), shuffled=False), len(rest), 1, 0))
         self._counts: dict[float, _Text | None] = {}
 
     @classmethod
@@ -117,15 +120,11 @@ class EvaluationSet:
 
     def __len__(self) -> int:
         """How many batches there are."""
-        return self.num_batches + (self._rest is not None)
+        return self.num_batches + len(self._parts) - 1
 
     def batches(self, wanted: Callable[[int, int], tuple[Rows, ...]]) -> Iterator[PartlyRead]:
         """The batches, as far as a rank wants them."""
-        sets = [(self.samples, self.order, self.batch_size, self.num_batches, self.num_workers)]
-        if self._rest is not None:
-            size = len(self._rest)
-            sets.append((self._rest, Order(size, shuffled=False), size, 1, 0))
-        for samples, order, size, count, workers in sets:
+        for samples, order, size, count, workers in self._parts:
             with RankBatches(
                 samples, order, size, 0, count, wanted=wanted, num_workers=workers, data="evaluation"
             ) as batches:
@@ -144,9 +143,7 @@ class EvaluationSet:
         bits = None
         if text is not None and text.num_bytes:
             bits = found.loss * text.tokens / text.num_bytes / math.log(2)
-        return Figures(
-            found.loss, _perplexity(found.loss), bits, tokens, tokens / seconds if seconds > 0 else None
-        )
+        return _of_tokens(found.loss, bits, tokens, seconds)
 
     def _count(self, weight: float, tokenizer: Tokenizer | None) -> "_Text | None":
         """The text that the loss is the mean over, if its labels tell which it is.
@@ -159,8 +156,13 @@ class EvaluationSet:
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         of_ids = None if lengths is None else torch.from_numpy(lengths)
         counts = {begin: [0, 0] for begin in (1, 0)}
-        for samples, numbers in self._taken():
-            labels = samples.take(numbers, (_LABELS,))[_LABELS]
+        taken = (
+            samples.take(order.numbers(number * size, size).tolist(), (_LABELS,))
+            for samples, order, size, count, _ in self._parts
+            for number in range(count)
+        )
+        for batch in taken:
+            labels = batch[_LABELS]
             for begin, sums in counts.items():
                 counted = labels[:, begin:][labels[:, begin:] != IGNORED]
                 sums[0] += len(counted)
@@ -170,14 +172,6 @@ class EvaluationSet:
             if tokens == weight:
                 return _Text(tokens, num_bytes)
         return None
-
-    def _taken(self) -> Iterator[tuple[Samples, list[int]]]:
-        """The numbers of all samples, batch by batch."""
-        size = self.batch_size
-        for number in range(self.num_batches):
-            yield self.samples, self.order.numbers(number * size, size).tolist()
-        if self._rest is not None:
-            yield self._rest, list(range(len(self._rest)))
 
 
 def sets_of_run(run: RunFile, samples: Samples) -> dict[str, EvaluationSet]:
@@ -208,11 +202,12 @@ def combined(
     if any(one.tokens is None for one in counted.values()):
         return Figures(loss, None, None, None, None)
     tokens = sum(one.tokens or 0 for one in counted.values())
-    return Figures(loss, _perplexity(loss), None, tokens, tokens / seconds if seconds > 0 else None)
+    return _of_tokens(loss, None, tokens, seconds)
 
 
-def _perplexity(loss: float) -> float:
-    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+def _of_tokens(loss: float, bits: float | None, tokens: int, seconds: float) -> Figures:
+    perplexity = math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+    return Figures(loss, perplexity, bits, tokens, tokens / seconds if seconds > 0 else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class RunFolder:
         """The content of the record, for the checkpoints of the run; None if there is no intact one."""
         with suppress(OSError, BiremeError):
             content = (self.path / RECORD).read_bytes()
-            _files_in(content, self.path / RECORD)
+            unsealed(content, _RECORD_KEY, self.path / RECORD)
             return content
         return None
 
@@ -227,7 +227,7 @@ class RunFolder:
             return
         source = self.path / RECORD
         try:
-            files = _files_in(source.read_bytes(), source)
+            files = _files_in(source)
         except (OSError, BiremeError) as error:
             what = str(error) if isinstance(error, BiremeError) else f"{source} is missing."
             copy = self._copy_of_record()
@@ -235,7 +235,7 @@ class RunFolder:
                 if self.run_file.exists():
                     tell(f"{what} No checkpoint has a copy, so the files of the run are used unchecked.")
                 return
-            source, files = copy, _files_in(copy.read_bytes(), copy)
+            source, files = copy, _files_in(copy)
             tell(
                 f"{what} The copy in {copy.parent.name} is used. Settings that were changed after that "
                 "checkpoint are lost: give them again with --set."
@@ -248,7 +248,7 @@ class RunFolder:
 
     def put_back(self) -> None:
         """Make the files that a resume reads as they are in the record, which another machine wrote."""
-        files = _files_in((self.path / RECORD).read_bytes(), self.path / RECORD)
+        files = _files_in(self.path / RECORD)
         for name in RECORDED:
             kept = files.get(name)
             if kept is None:
@@ -258,8 +258,7 @@ class RunFolder:
 
     def check_recorded(self) -> None:
         """Refuse files that differ from the record, for a process that starts in the middle of a run."""
-        content = self.recorded()
-        files = {} if content is None else _files_in(content, self.path / RECORD)
+        files = {} if self.recorded() is None else _files_in(self.path / RECORD)
         for name in RECORDED if files else ():
             if self._found(name) != files.get(name):
                 raise BiremeError(
@@ -285,7 +284,7 @@ class RunFolder:
         for path in sorted(found, key=lambda path: path.name, reverse=True):
             with suppress(BiremeError, OSError):
                 if read_manifest(path).record is not None:
-                    _files_in((path / RECORD).read_bytes(), path / RECORD)
+                    _files_in(path / RECORD)
                     return path / RECORD
         return None
 
@@ -331,9 +330,9 @@ def tell_defaults(run: RunFile, path: Path | None) -> None:
         )
 
 
-def _files_in(record: bytes, path: Path) -> dict[str, bytes]:
+def _files_in(record: Path) -> dict[str, bytes]:
     """The content of each file in a record; a `BiremeError` if the record is damaged."""
-    files = unsealed(record, _RECORD_KEY, path)["files"]
+    files = unsealed(record.read_bytes(), _RECORD_KEY, record)["files"]
     return {str(name): str(text).encode() for name, text in files.items()}
 
 

@@ -73,15 +73,13 @@ def server_here(device: str, count: int) -> Server:
             raise
         (server,) = discover(count).cluster.servers
     kept = tuple(one for one in server.devices if one.kind == device)
-    if len(kept) == len(server.devices) == count:
-        found = server
-    elif device == "cpu":
-        found = replace(server, devices=kept, bridges=(), meshes=(), cards=_card(server, count))
-    else:
-        devices = tuple(device_here(torch.device(device, place)) for place in range(count))
-        found = replace(server, devices=devices, bridges=(), meshes=(), cards=_card(server, count))
+    if not len(kept) == len(server.devices) == count:
+        if device != "cpu":
+            kept = tuple(device_here(torch.device(device, place)) for place in range(count))
+        cards = tuple(replace(card, devices=tuple(range(count))) for card in server.cards[:1])
+        server = replace(server, devices=kept, bridges=(), meshes=(), cards=cards)
     rate = os.environ.get(RATE_VARIABLE, "")
-    return _slowed(found, float(rate)) if rate.isdecimal() else found
+    return _slowed(server, float(rate)) if rate.isdecimal() else server
 
 
 _MEASURED_CARD = "measured"
@@ -189,10 +187,6 @@ def places_in(plan: Plan, cluster: Cluster, ranks: Sequence[int]) -> list[int]:
     return [ranks[number[name]] for name in names]
 
 
-def _card(server: Server, count: int) -> tuple[Card, ...]:
-    return tuple(replace(card, devices=tuple(range(count))) for card in server.cards[:1])
-
-
 CPU_WORKERS = 2
 """Processes on a machine without a GPU, unless the run file says otherwise: as few as a pipeline has."""
 
@@ -208,11 +202,6 @@ class Machines:
     device: str
     backend: Backend
     threads: int | None
-
-    @property
-    def workers_here(self) -> int:
-        """The processes of the largest machine: those that share what this one has, for all we know."""
-        return max(len(server.devices) for server in self.cluster.servers)
 
 
 def machines_of(run: RunFile, *, num_cuda: int, num_cores: int, computes: bool = True) -> Machines:

@@ -26,7 +26,7 @@ from bireme.runtime.replicas.launch import ReplicaOrder
 from bireme.runtime.snapshot import Snapshot
 from bireme.runtime.updates import BatchResult
 from bireme.runtime.world import World
-from bireme.sync.coordinator.messages import CoordinatorReply, Incarnation, RankId, Window
+from bireme.sync.coordinator.messages import Incarnation, RankId, Window
 from bireme.sync.coordinator.recoveries import HealTimes, Recovery, healed_in, numbers_of_healing
 from bireme.sync.coordinator.state import Changes, MembershipChange
 from bireme.train.checkpoint.checkpoint import is_elsewhere, step_folder
@@ -518,11 +518,7 @@ class AveragingReplica(MortalReplica):
 
     def _known_place(self) -> int:
         """The first sample of the run that has not been assigned."""
-
-        def is_known(word: CoordinatorReply) -> bool:
-            return bool(word.members)
-
-        return self._agent.wait_for(is_known).fresh
+        return self._agent.wait_for(lambda word: bool(word.members)).fresh
 
     def _batch_of_run(self, batch: int) -> int:
         """The batch of the run that the samples of this replica's batch would be of."""

@@ -34,7 +34,7 @@ from bireme.train.data.mixture import (
     order_of,
     sources_of,
 )
-from bireme.train.data.placing import Epoch, Numbers, Placing, SampleOrder, Stock
+from bireme.train.data.placing import Numbers, Placing, SampleOrder, Stock
 from bireme.train.data.prepare import (
     ModelSide,
     RunData,
@@ -338,7 +338,7 @@ class ReadableData:
     @property
     def placement(self) -> dict[str, Any]:
         """What an epoch takes and leaves, as planned, for JSON."""
-        epoch = self._epoch
+        epoch = self._placing.epoch
         return {
             "steps_per_epoch": self.stock.steps_per_epoch,
             "private_taken": dict(zip(self.owners, epoch.own, strict=True)),
@@ -351,7 +351,7 @@ class ReadableData:
     @property
     def sentence(self) -> str:
         """The same for people."""
-        epoch, stock = self._epoch, self.stock
+        epoch, stock = self._placing.epoch, self.stock
         own = ", ".join(
             f"{taken} of {there} private samples of {server}"
             for server, taken, there in zip(self.owners, epoch.own, stock.num_private, strict=True)
@@ -364,10 +364,6 @@ class ReadableData:
             )
         public = f"{min(epoch.public, stock.num_public)} of {stock.num_public} public ones{repeated}"
         return f"An epoch has {stock.steps_per_epoch} steps and takes {own}, and {public}."
-
-    @property
-    def _epoch(self) -> Epoch:
-        return self._placing.epoch
 
     @property
     def _placing(self) -> Placing:
@@ -397,18 +393,16 @@ def readable_data(
     place: int,
 ) -> ReadableData:
     """What the process at a place of the plan reads. It opens the private data of its own server alone."""
-    homes, own = _homes(graph, census, plan, cluster), None
     owners = tuple(sorted(census))
     server = servers_of_places(plan, cluster)[place]
-    if server in census:
-        own = private_samples_of(run, model, server)
+    own = private_samples_of(run, model, server) if server in census else None
     return ReadableData(
         ReadableSamples(public, own, server),
         order_of(public, run.data.seed),
         stock_of(run, public, census),
         run.data.seed,
         owners,
-        homes,
+        _homes(graph, census, plan, cluster),
         owners.index(server) if server in census else None,
         _planned_rows(run, plan),
     )

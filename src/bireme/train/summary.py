@@ -35,13 +35,8 @@ def _beside_bytes(prepared: PreparedRun, rank: int, stage: StageForecast) -> flo
     """What counts beyond the peak on a stage's device: the host's tier, and not what no tensor takes."""
     if prepared.machines.device != "cpu":
         return -stage.process_bytes
-    return _host_tier_bytes(prepared, rank)
-
-
-def _host_tier_bytes(prepared: PreparedRun, rank: int) -> float:
-    """The most that the plan says a rank of a pipeline keeps on the host, if that is memory of its process
-    that counts as the device's.
-    """
+    # The most that the plan says a rank keeps on the host, if that is memory of its process that counts as
+    # the device's.
     forecast, names = prepared.plan.forecast, prepared.plan.plan.rank_devices
     if forecast is None or not names:
         return 0.0

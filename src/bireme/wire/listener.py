@@ -109,11 +109,6 @@ class Listener:
             one.setblocking(False)
             poller.want(one.fileno(), select.POLLIN, lambda one=one: self._accept(one))  # type: ignore[misc]
 
-    @property
-    def num_strangers(self) -> int:
-        """How many callers have not answered yet."""
-        return len(self._strangers)
-
     def sweep(self) -> None:
         """Refuse callers that take too long."""
         now_s = time.monotonic()

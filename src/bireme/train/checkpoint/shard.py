@@ -152,7 +152,7 @@ def _type_of(entry: TensorEntry) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise BiremeError(
-            f"{entry.name} is saved in the type {entry.dtype}, which torch {torch.__version__} does not have. "
+            f"{entry.name} has the type {entry.dtype}, which torch {torch.__version__} does not have. "
             "Use a torch no older than the one that wrote it."
         )
     return dtype

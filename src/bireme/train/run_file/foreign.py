@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bireme.documents import read_json_object, toml_value
+from bireme.documents import read_json_object, text_of, toml_value
 from bireme.errors import BiremeError
 from bireme.train.run_file.text import entries_in
 from bireme.user_code import optional_package
@@ -186,10 +186,8 @@ def translated(path: Path) -> Translation:
 def _read(path: Path) -> dict[str, Any]:
     yaml = optional_package("yaml", "hf", str(path))
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        found = yaml.safe_load(text_of(path))
+    except yaml.YAMLError as error:
         raise BiremeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise BiremeError(f"{path} is not a table of keys in YAML.")

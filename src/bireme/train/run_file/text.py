@@ -72,7 +72,7 @@ def _keys(model: type[BaseModel]) -> tuple[Key, ...]:
             name,
             _described(field).removesuffix("."),
             _allowed(_not_null(schema[name]), inner),
-            _choices(_not_null(schema[name])),
+            tuple(_not_null(schema[name]).get("enum", ())),
             field.default,
             field.examples[0] if field.examples else None,
         )
@@ -98,14 +98,9 @@ def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return found | {"enum": [found["const"]]} if "const" in found else found
 
 
-def _choices(schema: dict[str, Any]) -> tuple[Any, ...]:
-    """The only values that a key may have; none if there are others."""
-    return tuple(schema.get("enum", [schema["const"]] if "const" in schema else ()))
-
-
 def _allowed(schema: dict[str, Any], inner: dict[str, Any]) -> str:
     """Which values a key may have, in words, from its JSON schema; `inner` has those of tables in lists."""
-    if choices := _choices(schema):
+    if choices := schema.get("enum"):
         return ", ".join(map(str, choices))
     match schema["type"]:
         case "boolean":
