@@ -137,9 +137,8 @@ class DividedModel:
         sizes = self.sizes()
         cuts = divided(sizes, places) if cuts is None else cuts
         own = range(*list(pairwise([0, *cuts, len(sizes)]))[rank])
-        if self.decoder is None:
-            return CapturedPart(self, own, weights, device, places[rank].room)
-        return DecoderPart(self.decoder, self, own, weights, device, places[rank].room)
+        kind = CapturedPart if self.decoder is None else DecoderPart
+        return kind(self, own, weights, device, places[rank].room)
 
 
 def sizes_of(states: Graph, units: Sequence[Unit]) -> list[int]:
@@ -172,17 +171,12 @@ class DecoderPart(ModelPart):
     has_cache = True
 
     def __init__(
-        self,
-        decoder: Decoder,
-        model: DividedModel,
-        own: range,
-        weights: Weights,
-        device: torch.device,
-        room: float,
+        self, model: DividedModel, own: range, weights: Weights, device: torch.device, room: float
     ) -> None:
+        assert model.decoder is not None, "else the model is captured"
         self.context, self.device = model.context, device
-        self._list = decoder.layers
-        self._layers = DecoderLayers(decoder, own, model.states, weights, device=device, room=room)
+        self._list = model.decoder.layers
+        self._layers = DecoderLayers(model.decoder, own, model.states, weights, device=device, room=room)
         self.how = "with a cache of keys and values"
         if self._layers.num_read:
             self.how += f", {counted(self._layers.num_read, 'layer')} read for each token"

@@ -371,7 +371,7 @@ def _read_dataset(reader: Translation, dataset: dict[str, Any], *, packs: bool) 
     if form in ("chat_template", "sharegpt", "chat_template.default"):
         column = str(dataset.pop("field_messages", "messages" if form != "sharegpt" else "conversations"))
         reader.put("data.text_column", column, "datasets.field_messages")
-        _check_messages(reader, dataset)
+        _check_messages(dataset)
     elif form == "completion":
         reader.put("data.text_column", str(dataset.pop("field", "text")), "datasets.field")
         if not packs:
@@ -386,7 +386,7 @@ def _read_dataset(reader: Translation, dataset: dict[str, Any], *, packs: bool) 
         reader.refuse(f"datasets.{name} = {_short(value)}", _UNKNOWN)
 
 
-def _check_messages(reader: Translation, dataset: dict[str, Any]) -> None:
+def _check_messages(dataset: dict[str, Any]) -> None:
     """Take the keys that have the meaning that Bireme gives to messages; others stay."""
     usual = {"chat_template": "tokenizer_default", "roles_to_train": ["assistant"], "train_on_eos": "turn"}
     for name, value in usual.items():
