@@ -1,8 +1,13 @@
-"""Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower."""
+"""Loops that numba compiles where it is installed, and that Python runs elsewhere, a hundred times slower.
 
+And work that Python's collector of cycles does not interrupt.
+"""
+
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -61,3 +66,15 @@ def pays_off(num_values: int) -> bool:
     faster for any number of values.
     """
     return IS_COMPILED and (num_values >= FEWEST_VALUES or "bireme.codec.loops" in sys.modules)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python's collector of cycles from running in the block."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

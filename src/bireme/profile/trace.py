@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from bireme.compiled import without_collector
 from bireme.devices import allocations, is_accelerator, synchronize
 from bireme.errors import BiremeError, closest
 from bireme.model.torch_private import DispatchMode
@@ -267,7 +268,7 @@ def observe(
     for _ in range(warmup - 1):
         training.iterate()
     traced: list[_Traced] = []
-    with _without_collector(), allocations(device) as counted:
+    with without_collector(), allocations(device) as counted:  # what it frees would differ between iterations
         for index in range(-1 if warmup else 0, num_iterations):
             # Only the first look goes through all that there is: cycles of an iteration are young.
             gc.collect(_YOUNG if events else _ALL)
@@ -295,18 +296,6 @@ def check_training(optimizer: str, warmup: int) -> None:
         raise BiremeError(f"There is no optimizer {optimizer!r}. {closest(optimizer, OPTIMIZERS)}")
     if warmup < 0:
         raise BiremeError(f"The warm-up is {warmup} iterations; it must be at least 0.")
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Python's collector of cycles runs when it likes, and what it frees would differ between iterations."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

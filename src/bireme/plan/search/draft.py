@@ -1,8 +1,6 @@
 """A plan as the search handles it: devices by their numbers, cuts at units of the whole chain."""
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -230,19 +228,6 @@ class Draft:
             **values_of(self, _OF_BOTH),
             **values_of(outline, _OF_OUTLINES),
         )
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Search memory for no circles meanwhile: programs have none, and it would take a third of a forecast."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 _OF_PROGRAMS = ("num_sliced", "lookahead", "sweep", "recompute", "shares")

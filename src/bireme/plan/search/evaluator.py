@@ -17,10 +17,11 @@ from math import ceil
 from operator import itemgetter
 
 from bireme.cluster.device import Speeds
+from bireme.compiled import without_collector
 from bireme.plan.forecast import Forecast, TierForecast, total_watts
 from bireme.plan.plan import Paging
 from bireme.plan.search.contention import ReplicaNetworks, busiest_lane, cores_needed, processors_of, rings_s
-from bireme.plan.search.draft import Draft, LowerBound, without_collection
+from bireme.plan.search.draft import Draft, LowerBound
 from bireme.plan.search.draft_paging import (
     TiedGradients,
     busiest_wire,
@@ -118,7 +119,7 @@ class PlanEvaluator:
                 least_s = max(least_s, all_s)
         return least_s
 
-    @without_collection()
+    @without_collector()  # programs have no cycles, and it would take a third of a forecast
     def forecast(self, draft: Draft, *, is_brief: bool = False) -> Forecast:
         """What a draft takes, whether it fits or not. With `is_brief` one that pages is looked at for a few
         batches only, and of its memory there is only how long ranks wait for chunks: its copies are planned
