@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
 from bireme.errors import BiremeError, closest, system_errors
+from bireme.files import read_text
 
 Model = TypeVar("Model", bound=BaseModel)
 _Noun = TypeVar("_Noun")
@@ -114,7 +115,7 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The one JSON object in the file at `path`, as it is written there."""
-    text = text_of(path)
+    text = read_text(path)
     try:
         data = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -132,7 +133,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path, model: type[Model], advise: Advise = _no_advice) -> Model:
     """The TOML file at `path` as a `model`."""
-    return as_toml(text_of(path), model, str(path), advise)
+    return as_toml(read_text(path), model, str(path), advise)
 
 
 def as_toml(text: str, model: type[Model], source: str, advise: Advise = _no_advice) -> Model:
@@ -184,21 +185,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def text_of(path: Path) -> str:
-    """The text of a file."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise BiremeError(f"There is no file {path}.") from None
-    except OSError as error:
-        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start + 1:,} is 0x{error.object[error.start]:02x}"
-        raise BiremeError(
-            f"{path} is not a text in UTF-8: {byte}. Name another file, or save this one as UTF-8."
-        ) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

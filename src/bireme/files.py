@@ -1,4 +1,4 @@
-"""Files: written in one step, so that no reader finds an incomplete file, and checked by their digests."""
+"""Files: read as text, and written in one step, so that no reader finds a part; checked by their digests."""
 
 import contextlib
 import ctypes
@@ -28,6 +28,21 @@ def path_within(folder: Path, name: str) -> Path:
     if pure.anchor or ".." in pure.parts or "\0" in name:
         raise BiremeError(f"{name!r} comes from another machine and leads out of {folder}: it is not used.")
     return folder / pure
+
+
+def read_text(path: Path, what: str = "file") -> str:
+    """The text of a file in UTF-8; `what` is what to call a file that is not there."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise BiremeError(f"There is no {what} {path}.") from None
+    except OSError as error:
+        raise BiremeError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1:,} is 0x{error.object[error.start]:02x}"
+        raise BiremeError(
+            f"{path} is not a text in UTF-8: {byte}. Name another file, or save this one as UTF-8."
+        ) from error
 
 
 def write_text_atomically(path: Path, text: str, *, is_private: bool = False) -> None:

@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for path, why in (
         (tmp_path / "none.csv", "There is no schedule file .*none.csv"),
         (tmp_path, "cannot be read"),
-        (binary, "not text from byte 4 on"),
+        (binary, "not a text in UTF-8: byte 5 is 0xff"),
     ):
         with pytest.raises(BiremeError, match=why):
             load(path)

@@ -35,9 +35,9 @@ from bireme.cluster.cluster import (
 )
 from bireme.cluster.device import FASTEST, Device
 from bireme.cluster.named_machines import machines_of
-from bireme.documents import as_toml, text_of, toml_value
+from bireme.documents import as_toml, toml_value
 from bireme.errors import BiremeError, closest, errors_of
-from bireme.files import write_text_atomically
+from bireme.files import read_text, write_text_atomically
 
 # A cluster as the text of `cluster.toml`: equal devices and servers counted, a word on every unit.
 
@@ -357,7 +357,7 @@ def example_names() -> tuple[str, ...]:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file."""
-    return cluster_in(text_of(path), str(path))
+    return cluster_in(read_text(path), str(path))
 
 
 def cluster_in(text: str, source: str) -> Cluster:

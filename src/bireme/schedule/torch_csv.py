@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bireme.errors import BiremeError
-from bireme.files import write_text_atomically
+from bireme.files import read_text, write_text_atomically
 from bireme.schedule.grid import NeverRunsError
 from bireme.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind
 from bireme.schedule.program import Program, Rule, Track
@@ -43,17 +43,7 @@ _COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 def load(path: Path, num_batches: int = 1) -> Program:
     """The program in a schedule file, its one batch repeated `num_batches` times."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise BiremeError(f"There is no schedule file {path}.") from error
-    except OSError as error:
-        raise BiremeError(f"The schedule file {path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise BiremeError(
-            f"{path} is not a schedule file: it is not text from byte {error.start} on."
-        ) from error
-    return parse(text, source=str(path), num_batches=num_batches)
+    return parse(read_text(path, "schedule file"), source=str(path), num_batches=num_batches)
 
 
 def parse(text: str, *, source: str, num_batches: int = 1) -> Program:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bireme.documents import read_json_object, text_of, toml_value
+from bireme.documents import read_json_object, toml_value
 from bireme.errors import BiremeError
+from bireme.files import read_text
 from bireme.train.run_file.text import entries_in
 from bireme.user_code import optional_package
 
@@ -186,7 +187,7 @@ def translated(path: Path) -> Translation:
 def _read(path: Path) -> dict[str, Any]:
     yaml = optional_package("yaml", "hf", str(path))
     try:
-        found = yaml.safe_load(text_of(path))
+        found = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         raise BiremeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
