@@ -4,11 +4,10 @@ Every mistake is one sentence with the file and the key. What a file says briefl
 all devices) is written out here, so a `Cluster` knows nothing of it.
 """
 
-import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from decimal import Decimal
 from itertools import groupby
@@ -389,48 +388,55 @@ def _cluster(file: _ClusterFile) -> Cluster:
         raise BiremeError(f"server has {total} devices, the counts multiplied; {MOST_DEVICES} are the most.")
     servers: list[Server] = []
     for index, table in enumerate(file.server):
-        place = f"server[{index}]"
         for number in range(table.count):
             name = f"server{len(servers)}" if table.name is None else table.name
             if table.name is not None and table.count > 1:
                 name += str(number)
-            with _at(place):
-                servers.append(replace(servers[-1], name=name) if number else _server(table, name))
-    with _at("switch"):
+            like = replace(servers[-1], name=name) if number else None
+            servers.append(like or _server(table, name, f"server[{index}]"))
+    with errors_of("switch"):
         switch = None if file.switch is None else Switch(file.switch.bytes_per_s, file.switch.latency_s)
     routes = []
     for index, route in enumerate(file.route):
-        with _at(f"route[{index}]"):
+        with errors_of(f"route[{index}]"):
             one, other = route.servers
             routes.append(Route((one, other), _link(route)))
     return Cluster(tuple(servers), switch, tuple(routes))
 
 
-def _server(table: ServerTable, name: str) -> Server:
+def _server(table: ServerTable, name: str, place: str) -> Server:
     devices: list[Device] = []
     for index, one in enumerate(table.device):
-        with _at(f"device[{index}]"):
+        with errors_of(f"{place}.device[{index}]"):
             devices += [_device(one)] * one.count
     names = device_names(devices)
-    return Server(
-        name,
-        tuple(devices),
-        _groups("bridge", Bridge, table.bridge, names),
-        _groups("mesh", Mesh, table.mesh, names),
-        _groups("card", Card, table.card, names),
-        table.num_cores or 0,
-        table.host_memory_bytes or 0,
-        table.disk_bytes or 0,
-        table.disk_bytes_per_s or 0.0,
-    )
+    bridges = _groups(place, "bridge", Bridge, table.bridge, names)
+    meshes = _groups(place, "mesh", Mesh, table.mesh, names)
+    cards = _groups(place, "card", Card, table.card, names)
+    with errors_of(place):
+        return Server(
+            name,
+            tuple(devices),
+            bridges,
+            meshes,
+            cards,
+            table.num_cores or 0,
+            table.host_memory_bytes or 0,
+            table.disk_bytes or 0,
+            table.disk_bytes_per_s or 0.0,
+        )
 
 
 def _groups(
-    kind: str, make: Callable[..., _Group], tables: Sequence[_GroupTable], names: Sequence[str]
+    place: str,
+    kind: str,
+    make: Callable[..., _Group],
+    tables: Sequence[_GroupTable],
+    names: Sequence[str],
 ) -> tuple[_Group, ...]:
     found = []
     for index, table in enumerate(tables):
-        with _at(f"{kind}[{index}]"):
+        with errors_of(f"{place}.{kind}[{index}]"):
             title = f"{kind}{index}" if table.name is None else table.name
             switched = (table.switched,) if isinstance(table, MeshTable) else ()
             found.append(make(title, _places(table, names), _link(table), *switched))
@@ -471,22 +477,3 @@ def _places(table: _GroupTable, names: Sequence[str]) -> tuple[int, ...]:
         if name not in number:
             raise BiremeError(f"devices names {name!r}, which the server lacks. {closest(name, names)}")
     return tuple(number[name] for name in table.devices)
-
-
-class _MisplacedError(BiremeError):
-    """A mistake, and the keys that lead to it."""
-
-    def __init__(self, place: str, message: str) -> None:
-        super().__init__(f"{place}: {message}")
-        self.place, self.message = place, message
-
-
-@contextlib.contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Say in an error where in the file it is."""
-    try:
-        yield
-    except _MisplacedError as error:
-        raise _MisplacedError(f"{place}.{error.place}", error.message) from None
-    except BiremeError as error:
-        raise _MisplacedError(place, str(error)) from None
