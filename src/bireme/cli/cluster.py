@@ -1,8 +1,10 @@
 """`bireme cluster`: the machines to train on, found here or described in a file."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +21,8 @@ from bireme.cli.options import show as show_in
 from bireme.errors import BiremeError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from bireme.cluster.cluster import Cluster
     from bireme.devices import Backend
 
@@ -50,10 +54,6 @@ def discover(
 
     _check_output(output, force=force)
     found = find(cpus)
-    if output is not None:
-        from bireme.cluster.cluster_file import save_cluster
-
-        save_cluster(found.cluster, output)
     _show(found.cluster, found.notes, output, as_json=as_json)
 
 
@@ -145,17 +145,10 @@ def probe(
         raise
     if found is None:
         return
-    cluster, notes = found.inferred.cluster, found.notes
-    if output is not None:
-        from bireme.cluster.cluster_file import save_cluster
+    from bireme.report.cluster_table import probe_document
 
-        save_cluster(cluster, output)
-    if as_json:
-        from bireme.report.cluster_table import cluster_document, probe_document
-
-        print_json(cluster_document(cluster) | probe_document(found.measurements, found.inferred))
-    else:
-        _show(cluster, notes, output, as_json=False)
+    measured = partial(probe_document, found.measurements, found.inferred)
+    _show(found.inferred.cluster, found.notes, output, as_json=as_json, more=measured)
 
 
 def _check_output(output: Path | None, *, force: bool) -> None:
@@ -177,20 +170,28 @@ def _backend_and_devices(device: str | None) -> "tuple[Backend, int]":
     return "nccl", there
 
 
-def _show(cluster: "Cluster", notes: tuple[str, ...], written: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        from bireme.report.cluster_table import cluster_document
+def _show(
+    cluster: "Cluster",
+    notes: tuple[str, ...],
+    output: Path | None,
+    *,
+    as_json: bool,
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Write a cluster to a file, and show it; its document has `more` of what was found."""
+    from bireme.cluster.cluster_file import save_cluster
+    from bireme.report.cluster_table import cluster_document, print_cluster
 
-        print_json(cluster_document(cluster) | ({"notes": list(notes)} if notes else {}))
-        return
-    from rich.console import Console
+    def printed(console: "Console") -> None:
+        print_cluster(cluster, console)
+        if notes:
+            console.print()
+        for note in notes:
+            console.print(note, style="dim", markup=False)
 
-    from bireme.report.cluster_table import print_cluster
-
-    console = Console(highlight=False)
-    print_cluster(cluster, console)
-    if notes:
-        console.print()
-    for note in notes:
-        console.print(note, style="dim", markup=False)
-    say_written(written)
+    if output is not None:
+        save_cluster(cluster, output)
+    noted = {"notes": list(notes)} if notes else {}
+    show_in(lambda: cluster_document(cluster) | noted | more(), printed, as_json=as_json)
+    if not as_json:
+        say_written(output)
