@@ -18,7 +18,7 @@ from bireme.cluster.named_machines import NamedMachine, NamedMachines
 from bireme.errors import BiremeError
 from bireme.model.shapes import TransformerShape
 from bireme.plan.explain import changes
-from bireme.plan.forecast import Answer, Candidate, NothingFits, headroom_bytes
+from bireme.plan.forecast import Answer, Candidate, NothingFits, tightest_device
 from bireme.plan.penalties import DEFAULT_DELAY_WARMUP
 from bireme.plan.plan_request import PlanRequest, TierLimits
 from bireme.plan.search.problem import PlanningProblem
@@ -240,17 +240,10 @@ class _Planner:
             limit_bytes = found.stages[found.stage].limit_bytes
             missing = -found.missing_bytes
             return MachinesFit(words, num_devices, None, found.device, missing, limit_bytes, None, fits=False)
-        best = found.best
-        left = headroom_bytes(best)
-        limits = {
-            device: limit_bytes
-            for stage in best.forecast.stages
-            for device, _, limit_bytes in stage.bytes_of_devices()
-        }
-        device = min(left, key=lambda name: left[name] / limits[name])
+        best, tightest = found.best, tightest_device(found.best)
         self._fits = True
-        rate = self._range(best)
-        return MachinesFit(words, num_devices, best, device, left[device], limits[device], rate, fits=True)
+        left, limit = tightest.left_bytes, tightest.limit_bytes
+        return MachinesFit(words, num_devices, best, tightest.name, left, limit, self._range(best), fits=True)
 
     def offloaded(self, row: MachinesFit, within_s: float) -> MachinesFit:
         """The answer if some of what nothing else fits is offloaded; the same if that fits nowhere either."""

@@ -325,6 +325,27 @@ def best_of_kinds(candidates: Iterable[Candidate]) -> dict[PlanKind, PlanSummary
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class TightestDevice:
+    """The device of a plan with the smallest share of free memory, how much that is, and the plan's limit."""
+
+    name: str
+    left_bytes: float
+    limit_bytes: float
+
+
+def tightest_device(candidate: Candidate) -> TightestDevice:
+    """Of all devices of a plan, at their worst moments."""
+    left = headroom_bytes(candidate)
+    limits = {
+        device: limit_bytes
+        for stage in candidate.forecast.stages
+        for device, _, limit_bytes in stage.bytes_of_devices()
+    }
+    least = min(left, key=lambda name: left[name] / limits[name])
+    return TightestDevice(least, left[least], limits[least])
+
+
 def headroom_bytes(candidate: Candidate) -> dict[str, float]:
     """What is left on each device of a plan at its worst moment.
 

@@ -17,8 +17,8 @@ from bireme.plan.forecast import (
     PlanSummary,
     StageForecast,
     best_of_kinds,
-    headroom_bytes,
     summarize,
+    tightest_device,
 )
 from bireme.plan.penalties import sum_steps
 from bireme.plan.plan import Plan, device_ranges
@@ -351,14 +351,9 @@ def _about_sums(codec: SumCodec, steps: float, optimizer: str) -> str:
 
 def _left(candidate: Candidate) -> tuple[str, str]:
     """The device with the smallest share of free memory, and how much that is."""
-    limits = {
-        device: limit_bytes
-        for stage in candidate.forecast.stages
-        for device, _, limit_bytes in stage.bytes_of_devices()
-    }
-    left = {device: max(num_bytes, 0.0) for device, num_bytes in headroom_bytes(candidate).items()}
-    least = min(left, key=lambda name: left[name] / limits[name])
-    return least, f"{bytes_text(left[least])} ({left[least] / limits[least]:.0%})"
+    found = tightest_device(candidate)
+    left = max(found.left_bytes, 0.0)
+    return found.name, f"{bytes_text(left)} ({left / found.limit_bytes:.0%})"
 
 
 def kinds_table(answer: Answer, searched: Sequence[PlanKind] = ()) -> Table:
