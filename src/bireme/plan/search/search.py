@@ -9,6 +9,7 @@ ones, and a walk from neighbor to neighbor follows.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from bireme.bounds import EQUAL
@@ -78,20 +79,7 @@ def find_plan(
     def on_devices(asked: PlanRequest, most_cost: float) -> Answer | NothingFits:
         is_subset = asked.devices != request.devices
         share = (lambda _share: None) if is_subset else tell  # the first search takes longest
-
-        def on(
-            machines: Cluster, asked: PlanRequest, *, is_tight: bool = False, is_rough: bool = False
-        ) -> Answer | NothingFits:
-            return _found(
-                profile,
-                machines,
-                asked,
-                share,
-                is_brief=is_brief or is_rough,
-                is_tight=is_tight,
-                is_rough=is_rough,
-            )
-
+        on = partial(_found, profile, progress=share, is_brief=is_brief)
         walks_briefly = is_brief or is_subset
         if asked.shares_weights:
             return with_gathering(profile, cluster, asked, on, is_brief=walks_briefly)
@@ -122,23 +110,24 @@ def find_plan(
 
 def find_resident(profile: Profile, cluster: Cluster, request: PlanRequest) -> Answer | NothingFits:
     """The best plans within the budgets that page nothing, or why there is none."""
-    return _found(profile, cluster, request, lambda _share: None, is_brief=False, is_tight=True)
+    return _found(profile, cluster, request, progress=lambda _share: None, is_brief=False, is_tight=True)
 
 
 def _found(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
-    progress: Progress,
     *,
+    progress: Progress,
     is_brief: bool,
-    is_tight: bool,
+    is_tight: bool = False,
     is_rough: bool = False,
 ) -> Answer | NothingFits:
     """The best plans with the codec that is wished for. If memory is tight, not all plans are gone through:
-    hardly any fits, and so hardly any would be ruled out. If the search is rough, a heuristic one does not
-    walk on from the plans it finds.
+    hardly any fits, and so hardly any would be ruled out. If the search is rough, it is brief, and a
+    heuristic one does not walk on from the plans it finds.
     """
+    is_brief = is_brief or is_rough
     problem = PlanningProblem(profile, cluster, request)
     outlines = Outlines(problem)
     shapes = [] if isinstance(request.stage_widths, tuple) else list(outlines)
@@ -177,7 +166,7 @@ def _found(
         roomy = with_room(cluster)
         if roomy == cluster:
             raise BiremeError(_no_shape(problem, outlines.refusal))
-        found = _found(profile, roomy, request, progress, is_brief=True, is_tight=is_tight)
+        found = _found(profile, roomy, request, progress=progress, is_brief=True, is_tight=is_tight)
         if isinstance(found, Answer):
             ledger.evaluated(draft_of(found.best.plan, cluster))
     if not candidates:
