@@ -9,12 +9,12 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from bireme.documents import read_json_object, shown, validated
 from bireme.errors import BiremeError, closest, errors_of
@@ -64,32 +64,14 @@ def write_workload(path: Path, workload: Workload) -> None:
         "maxCPUs": workload.num_cpus,
     }
     parts = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
-    parts.append(_block("nodes", map(_plain_node, workload.nodes)))
-    parts.append(_block("edges", map(_plain_edge, workload.edges)))
+    parts.append(_block("nodes", map(_NodeDocument.plain, workload.nodes)))
+    parts.append(_block("edges", map(_EdgeDocument.plain, workload.edges)))
     write_text_atomically(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _block(key: str, rows: Iterator[dict[str, Any]]) -> str:
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
     return f"{json.dumps(key)}: [\n" + ",\n".join(lines) + "\n]" if lines else f"{json.dumps(key)}: []"
-
-
-def _plain_node(node: Node) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        "id": node.id,
-        "supportedOnFpga": int(node.supported),
-        "cpuLatency": node.cpu_time,
-        "fpgaLatency": node.accelerator_time,
-        "isBackwardNode": int(node.is_backward),
-        "size": node.size_bytes,
-    }
-    optional = {"colorClass": node.colour, "layerId": node.layer, "name": node.name or None}
-    return plain | {key: value for key, value in optional.items() if value is not None}
-
-
-def _plain_edge(edge: Edge) -> dict[str, Any]:
-    plain: dict[str, Any] = {"sourceId": edge.source, "destId": edge.target, "cost": edge.cost}
-    return plain if edge.size_bytes is None else plain | {"size": edge.size_bytes}
 
 
 def _whole(value: object) -> object:
@@ -103,12 +85,18 @@ def _flag(value: object) -> object:
 _Whole = Annotated[int, BeforeValidator(_whole)]
 """A whole number, which other programs may have written as `3.0`."""
 
-_Flag = Annotated[bool, BeforeValidator(_flag)]
+_Flag = Annotated[bool, BeforeValidator(_flag), PlainSerializer(int, when_used="json")]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Document(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
+
+    @classmethod
+    def plain(cls, noun: Node | Edge) -> dict[str, Any]:
+        """A node or an edge in the words of JSON."""
+        found = cls.model_construct(**asdict(noun))
+        return found.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 class _NodeDocument(_Document):
@@ -121,10 +109,10 @@ class _NodeDocument(_Document):
     is_backward: Annotated[
         _Flag, Field(alias="isBackwardNode", description="whether it belongs to the backward pass, 0 or 1")
     ]
-    colour: Annotated[_Whole | None, Field(alias="colorClass")] = None
     size_bytes: Annotated[_Number | None, Field(alias="size")] = None
+    colour: Annotated[_Whole | None, Field(alias="colorClass")] = None
     layer: Annotated[_Whole | None, Field(alias="layerId")] = None
-    name: str | None = None
+    name: str | None = ""
 
     def node(self) -> Node:
         return Node(**self.model_dump(exclude_none=True))
