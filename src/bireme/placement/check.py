@@ -117,9 +117,7 @@ def work_of(workload: Workload, devices: Sequence[int], pieces: Sequence[int] = 
         source, target = place_of[edge.source], place_of[edge.target]
         if runs[source] != runs[target]:
             elsewhere[source].add(runs[target])
-    costs: dict[int, float] = defaultdict(float)
-    for edge in workload.edges:
-        costs[edge.source] = max(costs[edge.source], edge.cost)
+    costs = workload.costs
     for node, run, others in zip(workload.nodes, runs, elsewhere, strict=True):
         on_accelerator = run[0] < workload.num_accelerators
         work = works[run[0]]

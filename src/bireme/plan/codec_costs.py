@@ -70,9 +70,7 @@ def with_fewer_bytes(chain: Chain, codecs: BoundaryCodecs, value_bytes: int) -> 
     """The chain with the bytes that are sent over each cut by a codec."""
     if codecs.is_none:
         return chain
-    raw_bits = 8.0 * value_bytes
-    there = bits_a_value(codecs.choice(forward=True), value_bytes) / raw_bits
-    back = bits_a_value(codecs.choice(forward=False), value_bytes, is_back=True) / raw_bits
+    there, back = _shares(codecs, value_bytes)
     return replace(
         chain,
         boundary_bytes=np.round(chain.boundary_bytes * there).astype(np.int64),
@@ -112,17 +110,21 @@ def _cost(
     known: Mapping[str, CodecRate],
 ) -> CodecCost:
     """With so many values of activations, and of gradients."""
-    there, back = codecs.choice(forward=True), codecs.choice(forward=False)
-    raw_bits = 8.0 * value_bytes
-    forward, backward = _rate(there, known), _rate(back, known)
+    forward, backward = (_rate(codecs.choice(forward=way), known) for way in (True, False))
     return CodecCost(
-        forward_share=bits_a_value(there, value_bytes) / raw_bits,
-        backward_share=bits_a_value(back, value_bytes, is_back=True) / raw_bits,
+        *_shares(codecs, value_bytes),
         encode_forward_s=num_values * forward.encode_s,
         decode_forward_s=num_values * forward.decode_s,
         encode_backward_s=num_back * backward.back_encode_s,
         decode_backward_s=num_back * backward.back_decode_s,
     )
+
+
+def _shares(codecs: BoundaryCodecs, value_bytes: int) -> tuple[float, float]:
+    """What is sent of each byte of activations, and of each byte of gradients."""
+    there = bits_a_value(codecs.choice(forward=True), value_bytes)
+    back = bits_a_value(codecs.choice(forward=False), value_bytes, is_back=True)
+    return there / (8.0 * value_bytes), back / (8.0 * value_bytes)
 
 
 def _rate(choice: CodecChoice, known: Mapping[str, CodecRate]) -> CodecRate:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from bireme.cluster.cluster import MOST_BYTES_PER_S, Bridge, Card, Cluster, Link, Mesh
 from bireme.cluster.device import Device
 from bireme.codec.sum_description import SumCost, parse_sum_codec, sum_cost
-from bireme.errors import BiremeError
+from bireme.errors import BiremeError, Progress
 from bireme.plan.forecast import Answer, Candidate, MemoryWay, NothingFits, summarize
 from bireme.plan.partition.loads import Recompute
 from bireme.plan.plan import device_ranges
@@ -198,10 +198,6 @@ def _way(words: str, search: Callable[[], Answer | NothingFits]) -> MemoryWay:
     )
 
 
-_Tell = Callable[[float, str], None]
-"""Which part is done, and what comes next."""
-
-
 @dataclass(frozen=True, slots=True)
 class Help:
     """The best plan if something were otherwise. `gain` says how many times as much is trained in the same
@@ -219,7 +215,7 @@ def explain(
     answer: Answer,
     search: Callable[[Profile, Cluster, PlanRequest], object],
     *,
-    tell: _Tell = lambda *_: None,
+    tell: Progress = lambda *_: None,
 ) -> tuple[Help, ...]:
     """What each change would bring, the best first; what then fits nowhere or cannot be is left out."""
     found = []

@@ -183,11 +183,6 @@ class Material:
         """Its shape in numbers."""
         return summarize(self.candidate)
 
-    @cached_property
-    def num_ranks(self) -> int:
-        """The processes of one replica."""
-        return self.plan.num_ranks // self.plan.width
-
 
 # What other frameworks cannot say of a plan, whatever its stages: refused with the reason.
 
@@ -262,14 +257,14 @@ def _megatron_arguments(material: Material) -> str:
             f"The plan runs {plan.lookahead} forwards further ahead than Megatron-LM's {plan.schedule} does. "
             "Plan with plan.lookahead = false."
         )
-    if plan.schedule == "interleaved" and plan.num_microbatches % material.num_ranks:
+    if plan.schedule == "interleaved" and plan.num_microbatches % material.short.depth:
         raise BiremeError(
             f"Megatron-LM interleaves stages only where the micro-batches, here {plan.num_microbatches}, are "
-            f"a multiple of the ranks, here {material.num_ranks}. Plan with another training.batch_size or "
+            f"a multiple of the ranks, here {material.short.depth}. Plan with another training.batch_size or "
             "plan.micro_batch."
         )
     lines = [
-        f"--pipeline-model-parallel-size {material.num_ranks}",
+        f"--pipeline-model-parallel-size {material.short.depth}",
         f'--pipeline-model-parallel-layout "{layout(plan, material.unit_names)}"',
         f"--micro-batch-size {short.micro_batch_sizes[0]}",
         f"--global-batch-size {short.batch_size}",
@@ -368,7 +363,7 @@ def _torchtitan_toml(material: Material) -> str:
         "[parallelism]",
         f"data_parallel_replicate_degree = {plan.width}",
         "data_parallel_shard_degree = 1",
-        f"pipeline_parallel_degree = {material.num_ranks}",
+        f"pipeline_parallel_degree = {material.short.depth}",
         f"pipeline_parallel_microbatch_size = {short.micro_batch_sizes[0]}",
         f"pipeline_parallel_schedule = {_text(_schedule(material, 'torchtitan'))}",
         *([f"pipeline_parallel_schedule_csv = {_text(material.csv)}"] if material.csv else []),
@@ -388,7 +383,7 @@ def _nemo_yaml(material: Material) -> str:
     lines = [
         "distributed:",
         "  strategy: fsdp2",
-        f"  pp_size: {material.num_ranks}",
+        f"  pp_size: {material.short.depth}",
         f"  dp_size: {plan.width}",
         f"  dp_replicate_size: {plan.width}",
         *(["  activation_checkpointing: true"] if plan.recompute else []),
@@ -449,10 +444,10 @@ def _schedule(material: Material, framework: str) -> str:
             f"Torch's 1F1B needs as many micro-batches as stages, but the plan has {micro_batches} for "
             f"{stages}. Add --export torch-csv:FILE, so that it is read from there."
         )
-    if name == "Interleaved1F1B" and micro_batches % max(1, micro_batches // material.num_ranks):
+    if name == "Interleaved1F1B" and micro_batches % max(1, micro_batches // material.short.depth):
         raise BiremeError(
             f"Torch's Interleaved1F1B runs micro-batches in rounds of equal size, and {micro_batches} on "
-            f"{material.num_ranks} ranks have none. Add --export torch-csv:FILE, so that it is read from "
+            f"{material.short.depth} ranks have none. Add --export torch-csv:FILE, so that it is read from "
             "there."
         )
     return name
