@@ -31,11 +31,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.errors import BiremeError
-from bireme.schedule.instruction import COMPUTE, Instruction, Item, Kind, Page
+from bireme.schedule.instruction import COMPUTE, GRADIENT_DONE, Instruction, Item, Kind, Page
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.source import fold, repeats_of
-
-_GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 _Weights = tuple[int, int]
 """A stage and a version."""
@@ -182,7 +180,7 @@ def _sums(
             if not hides:
                 yield place, Instruction(Kind.COLLECT, *gradients)
                 under_way = None
-        adds = step.kind in _GRADIENT_DONE
+        adds = step.kind in GRADIENT_DONE
         is_needed = (adds and under_way == own) or place in middles
         if under_way is not None and (is_needed or ends.get(under_way[1]) == place):
             yield place, Instruction(Kind.COLLECT, *under_way)

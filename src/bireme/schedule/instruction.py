@@ -55,6 +55,8 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""The kinds after which a micro-batch's gradient is in the accumulator."""
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """The kinds that take a gradient from the next stage and give one to the stage before."""
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})

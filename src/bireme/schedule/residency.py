@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from bireme.schedule.accesses import Sizes, unpaged
 from bireme.schedule.chunk_account import Holding
-from bireme.schedule.instruction import RECEIVES, Instruction, Item, Kind
+from bireme.schedule.instruction import GRADIENT_DONE, RECEIVES, Instruction, Item, Kind
 from bireme.schedule.program import Program, Rule
 from bireme.schedule.tiers import RankTiers
 
@@ -76,7 +76,7 @@ def keeps_last_gradients(program: Program, rank: int) -> bool:
         page = step.page
         if step.kind is Kind.EVICT and page and (page.item, page.tier) == (Item.GRADIENT, 0):
             left.add((step.stage, step.batch))
-        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif step.kind in GRADIENT_DONE:
             left.discard((step.stage, step.batch))
         elif step.kind is Kind.UPDATE and (step.stage, step.batch) in left:
             return False
@@ -231,7 +231,7 @@ class _Ledger:
             takes.append((3, stash))
         elif step.kind is Kind.BACKWARD_INPUT:
             takes.append((3, self._waiting_bytes(step.stage)))
-        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        elif step.kind in GRADIENT_DONE:
             gives.append((3, stash))
             if step.kind is Kind.BACKWARD_WEIGHT:
                 gives.append((3, self._waiting_bytes(step.stage)))
@@ -245,7 +245,7 @@ class _Ledger:
         elif step.moves_whole:
             moved = takes if step.kind is Kind.FETCH else gives
             moved += [(0, self.whole.version[step.stage]), (2, self.frozen[step.stage])]
-        entry.accumulates = step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        entry.accumulates = step.kind in GRADIENT_DONE
         return entry
 
     def hold(self, holding: Holding) -> None:

@@ -33,6 +33,7 @@ from bireme.schedule.instruction import (
     AVERAGES,
     BACKWARDS,
     COMPUTE,
+    GRADIENT_DONE,
     SENDS,
     Instruction,
     Kind,
@@ -138,9 +139,6 @@ LATE_UPDATES = UpdateTiming()
 
 Orders = list[list[Instruction]]
 """For each rank its forwards and backwards, without versions."""
-
-_GRADIENT_DONE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-"""The kinds after which a micro-batch's gradient is in the accumulator."""
 
 
 def every_batch(one_batch: Orders, num_batches: int) -> Orders:
@@ -342,7 +340,7 @@ class _StageWeaver:
                 (step.kind, self.stage, step.batch, step.microbatch, version, step.half, None, None, False)
             )
         )
-        if step.kind in _GRADIENT_DONE:
+        if step.kind in GRADIENT_DONE:
             woven += self._gradient_done(step.batch, step.microbatch)
         return woven
 
@@ -425,5 +423,5 @@ def _follows_its_start(step: Instruction) -> bool:
     return step.kind is Kind.AVERAGE_END and step.version == step.batch + 1
 
 
-_BACKWARD_PARTS = _GRADIENT_DONE | {Kind.BACKWARD_INPUT}
+_BACKWARD_PARTS = GRADIENT_DONE | {Kind.BACKWARD_INPUT}
 _COMPUTE_TO_WEAVE = _BACKWARD_PARTS | {Kind.FORWARD}
