@@ -161,9 +161,14 @@ def _on_device_of(model: torch.nn.Module, inputs: Inputs) -> Any:
     def moved(value: Any) -> Any:
         return value.detach().to(device).clone() if isinstance(value, torch.Tensor) else value
 
+    return _each(inputs, moved)
+
+
+def _each(inputs: Inputs, made: Callable[[Any], Any]) -> Any:
+    """What is `made` of each input, by its name or its position."""
     if isinstance(inputs, Mapping):
-        return {key: moved(value) for key, value in inputs.items()}
-    return tuple(moved(value) for value in inputs)
+        return {key: made(value) for key, value in inputs.items()}
+    return tuple(map(made, inputs))
 
 
 def batch_size(inputs: Any) -> int:
@@ -186,9 +191,7 @@ def resized(inputs: Inputs, batch: int) -> Any:
             return value
         return value[torch.arange(batch, device=value.device) % len(value)]
 
-    if isinstance(inputs, Mapping):
-        return {key: fitted(value) for key, value in inputs.items()}
-    return tuple(fitted(value) for value in inputs)
+    return _each(inputs, fitted)
 
 
 class _Exported(NamedTuple):
@@ -219,10 +222,7 @@ def _exported(whole: Whole, inputs: Any) -> _Exported:
     def batch_axis(value: Any) -> Any:
         return {0: Dim.DYNAMIC} if isinstance(value, torch.Tensor) and value.ndim > 0 else None
 
-    if isinstance(inputs, dict):
-        shapes: Any = {key: batch_axis(value) for key, value in inputs.items()}
-    else:
-        shapes = tuple(batch_axis(value) for value in inputs)
+    shapes = _each(inputs, batch_axis)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -314,12 +314,8 @@ class Captures:
         size = batch_size(self._inputs) if batch is None else batch
         if size not in self._for_one:
             inputs = resized(self._inputs, size)
-            graph = self._finish(self._front_end(self._model, inputs, **self._settings))
-            if graph.any_batch:
-                self._for_any = graph
-                return graph
-            self._for_one[size] = graph
-        return self._for_one[size]
+            self.know(self._finish(self._front_end(self._model, inputs, **self._settings)))
+        return self._for_any or self._for_one[size]
 
     def know(self, graph: Graph) -> None:
         """Give this graph, which was captured before, and capture none for its size."""
