@@ -13,6 +13,7 @@ from itertools import combinations, permutations
 
 from bireme.cluster.device import Device
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 
 Flow = tuple[int, int]
 """From a device to another, by their numbers."""
@@ -81,10 +82,7 @@ class Measurements:
 
     def servers(self) -> dict[str, list[int]]:
         """The devices of each server."""
-        found: dict[str, list[int]] = {}
-        for device, host in enumerate(self.hosts):
-            found.setdefault(host, []).append(device)
-        return found
+        return grouped((host, device) for device, host in enumerate(self.hosts))
 
 
 def experiments_for(hosts: Sequence[str]) -> list[tuple[Flow, ...]]:

@@ -8,7 +8,8 @@ other it is no tree; there only devices that are in the same groups are found to
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bireme.cluster.cluster import Cluster, Server
+from bireme.cluster.cluster import Cluster, Mesh, Server
+from bireme.grouping import grouped
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +39,8 @@ class Symmetry:
 
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Devices that can stand for each other as long as none is in use."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for number, leaf in enumerate(self._leaves):
-            found.setdefault(tuple(node.shape for node in _way_down(leaf)), []).append(number)
-        return tuple(map(tuple, found.values()))
+        shapes = (tuple(node.shape for node in _way_down(leaf)) for leaf in self._leaves)
+        return tuple(map(tuple, grouped((shape, number) for number, shape in enumerate(shapes)).values()))
 
     def choices(self, used: Sequence[int]) -> tuple[int, ...]:
         """One device of each kind that can come next where these are in use already.
@@ -109,13 +108,10 @@ class Symmetry:
 
 def _groups(server: Server) -> dict[frozenset[int], tuple[Hashable, ...]]:
     """The sets of devices that share links, and which links they share."""
-    found: dict[frozenset[int], list[tuple[str, Hashable]]] = {}
-    for bridge in server.bridges:
-        found.setdefault(frozenset(bridge.devices), []).append(("bridge", bridge.link))
-    for mesh in server.meshes:
-        found.setdefault(frozenset(mesh.devices), []).append(("mesh", (mesh.link, mesh.switched)))
-    for card in server.cards:
-        found.setdefault(frozenset(card.devices), []).append(("card", card.link))
+    found = grouped(
+        (frozenset(one.devices), (type(one).__name__, one.link, isinstance(one, Mesh) and one.switched))
+        for one in server.groups
+    )
     return {group: tuple(sorted(links, key=repr)) for group, links in found.items()}
 
 

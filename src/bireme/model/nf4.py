@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 from bireme.model.fused_loss import FUSED
 from bireme.model.graph import (
     Argument,
@@ -84,10 +85,7 @@ def with_nf4(graph: Graph) -> Graph:
 
 def _packed(graph: Graph) -> Iterator[ModelState]:
     """The states of the weights in four bits."""
-    uses: dict[str, list[Operator]] = {}
-    for operator in graph.operators:
-        for name in operator.reads():
-            uses.setdefault(name, []).append(operator)
+    uses = grouped((name, operator) for operator in graph.operators for name in operator.reads())
     given = {name for output in graph.outputs for name in references(output.value)}
     head = _head(graph)
     for state in graph.parameters:

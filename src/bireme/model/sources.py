@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from bireme.devices import device_called
 from bireme.documents import read_json_object
 from bireme.errors import BiremeError, closest, first_line
+from bireme.grouping import grouped
 from bireme.model.convert import named_tensors
 from bireme.model.examples import example_inputs
 from bireme.model.gpt import GPT, GPTConfig
@@ -231,10 +232,7 @@ def _check_targets(modules: Sequence[str], targets: Iterable[str]) -> None:
 
 
 def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        found.setdefault(id(tensor), []).append(name)
-    return found
+    return grouped((id(tensor), name) for name, tensor in named_tensors(model))
 
 
 def _base_names(model: nn.Module, before: Mapping[int, list[str]]) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bireme.errors import BiremeError, closest
+from bireme.grouping import grouped
 from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import packed
 from bireme.model.torch_private import (
@@ -143,16 +144,14 @@ def weight_ranges(
     graph: Graph, names: Iterable[str], folder: Path, *, model: nn.Module | None = None
 ) -> dict[Path, list[tuple[int, int]]]:
     """The bytes of files in the safetensors format that these parameters and buffers are made from."""
-    wanted, found = set(names), dict[Path, list[tuple[int, int]]]()
+    wanted = set(names)
     with _Folder(folder, reads_data=False) as files:
         sources = _Sources(files, model)
         for state in (*graph.parameters, *graph.buffers):
             if state.persistent and state.name in wanted:
                 sources.read(state)
-        for key in files.keys_read if files.dcp is None else ():
-            path, begin, end = files.place(key)
-            found.setdefault(path, []).append((begin, end))
-    return found
+        places = map(files.place, files.keys_read if files.dcp is None else ())
+        return grouped((path, (begin, end)) for path, begin, end in places)
 
 
 def header_bytes(beginning: bytes) -> int:
@@ -291,10 +290,8 @@ class _Sources:
         self.rules: dict[str, _Rule] = {}
         if hasattr(model, "base_model_prefix"):
             self._apply_rules(model)
-        self.shorter: dict[str, list[str]] = {}
+        self.shorter = grouped((name.partition(".")[2], name) for name in self.key)
         """The same without the first word."""
-        for name in self.key:
-            self.shorter.setdefault(name.partition(".")[2], []).append(name)
 
     def _apply_rules(self, model: Any) -> None:
         from transformers import conversion_mapping
@@ -427,12 +424,9 @@ class _Parts:
     def __init__(self, model: nn.Module) -> None:
         self.place = {one.name: one for one in tensor_places(model)}
         """Of every tensor, under all its names."""
-        self.own: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor] = {name: one.table[one.key] for name, one in self.place.items()}
         self.fresh: dict[str, Tensor] = {}
-        self.of_module: dict[str, list[str]] = {}
-        for name, one in self.place.items():
-            self.own[name] = one.table[one.key]
-            self.of_module.setdefault(name.rpartition(".")[0], []).append(name)
+        self.of_module = grouped((name.rpartition(".")[0], name) for name in self.place)
         self.first: dict[int, str] = {}
         for name, tensor in self.own.items():
             self.first.setdefault(id(tensor), name)

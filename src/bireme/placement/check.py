@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
+from bireme.grouping import grouped
 from bireme.placement.latency import NodeOrder, latency_of, pieces_of
 from bireme.placement.workload import Objective, Workload, device_names
 
@@ -284,13 +285,9 @@ def _told_path(placed: _Placed, path: Sequence[int]) -> str:
 def _in_line(placed: _Placed) -> bool:
     """Whether no devices follow each other in a circle over forward edges."""
     device_of = {node.id: device for node, device in zip(placed.workload.nodes, placed.devices, strict=True)}
-    before: dict[int, set[int]] = defaultdict(set)
-    for edge in placed.forward_edges:
-        source, target = device_of[edge.source], device_of[edge.target]
-        if source != target:
-            before[target].add(source)
+    ends = {(device_of[edge.source], device_of[edge.target]) for edge in placed.forward_edges}
     try:
-        TopologicalSorter(before).prepare()
+        TopologicalSorter(grouped((b, a) for a, b in ends if a != b)).prepare()
     except CycleError:
         return False
     return True

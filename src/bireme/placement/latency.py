@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bireme.grouping import grouped
 from bireme.placement.contraction import Floats, Integers, PlacedParts, Ragged, room, turned, walk_in_depth
 from bireme.placement.workload import Edge, Workload, device_names
 
@@ -279,9 +280,7 @@ def steps_of(workload: Workload) -> LatencySteps:
     number_of = {place: number for number, place in enumerate(order)}
     after = [sorted(number_of[user] for user in graph.consumers[place]) for place in order]
     first_of = {node.id: family[0].id for family in workload.classes() for node in family}
-    families: dict[int, list[int]] = {}
-    for number, place in enumerate(order):
-        families.setdefault(first_of[nodes[place].id], []).append(number)
+    families = grouped((first_of[nodes[place].id], number) for number, place in enumerate(order))
     renumbered = {first: number for number, first in enumerate(families)}
     barred = _accelerators_bar(workload)
     can_accelerate = np.array([nodes[place].id not in barred for place in order], np.bool_)

@@ -14,6 +14,7 @@ from bireme.cluster.cluster import Cluster, PlacedDevice
 from bireme.cluster.device import Device
 from bireme.cluster.symmetry import Symmetry
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 from bireme.model.graph import Graph
 from bireme.placement.check import check
 from bireme.placement.pieces import PieceMessage, PiecesSource, PlacedPieces, operator_pieces, unit_pieces
@@ -247,14 +248,12 @@ class _Writer:
 
     def write_forward(self) -> None:
         """The forward nodes, and the values between them."""
-        sent: dict[int, list[PieceMessage]] = defaultdict(list)
-        for message in self.pieces.messages:
-            sent[message.maker].append(message)
+        sent = grouped((message.maker, message) for message in self.pieces.messages)
         ways: list[tuple[int, PieceMessage]] = []
         for number, piece in enumerate(self.pieces.pieces):
             node = self._node(number, piece.name, piece.forward_s, size_bytes=piece.size_bytes)
             self._forward.append(node)
-            messages = sent[number]
+            messages = sent.get(number, [])
             for place, message in enumerate(messages):
                 maker = node
                 if len(messages) > 1:
@@ -402,10 +401,8 @@ def plan_of(
 
 def _is_in_line(model: ModelWorkload, devices: Sequence[int]) -> bool:
     """Whether the placement is a chain of stages that are cut at the boundaries of units."""
-    by_unit: dict[int, set[int]] = defaultdict(set)
-    for unit, device in zip(model.units, devices, strict=True):
-        by_unit[unit].add(device)
-    line = [key for key, _ in groupby(by_unit[unit] for unit in sorted(by_unit))]
+    by_unit = grouped(zip(model.units, devices, strict=True))
+    line = [key for key, _ in groupby(set(by_unit[unit]) for unit in sorted(by_unit))]
     return all(len(own) == 1 for own in line) and len({min(own) for own in line}) == len(line)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from bireme.bounds import counted
 from bireme.errors import BiremeError, printable
 from bireme.files import write_bytes_atomically, write_text_atomically
+from bireme.grouping import grouped
 from bireme.placement.table import number_text
 from bireme.placement.workload import Placement, Workload, device_names
 from bireme.report import palette
@@ -162,19 +163,16 @@ class _Graph:
         self._number()
 
     def cells(self, *, is_coarser: bool) -> Cells:
-        places: list[list[int]] = [[] for _ in self.followers]
-        for place, cell in enumerate(self.cell_of):
-            places[cell].append(place)
+        places = grouped((cell, place) for place, cell in enumerate(self.cell_of))
         return Cells(
-            tuple(tuple(self._parts(row)) for row in places),
+            tuple(tuple(self._parts(places[cell])) for cell in range(len(self.followers))),
             tuple(tuple(targets) for targets in self.followers),
             is_coarser,
         )
 
     def _parts(self, places: Iterable[int]) -> list[_CellPart]:
-        groups: dict[tuple[bool, int], list[int]] = defaultdict(list)
-        for place in places:
-            groups[self.workload.nodes[place].is_backward, self.devices[place]].append(place)
+        nodes = self.workload.nodes
+        groups = grouped(((nodes[place].is_backward, self.devices[place]), place) for place in places)
         return [
             _CellPart(device, is_backward, sum(map(self.time, group)), tuple(group))
             for (is_backward, device), group in sorted(groups.items())
@@ -188,14 +186,12 @@ def _with_forward(workload: Workload, place_of: dict[int, int]) -> list[int]:
     for place, node in enumerate(workload.nodes):
         if node.colour is not None and not node.is_backward:
             forward[node.colour].append(place)
-    sources: dict[int, set[int]] = defaultdict(set)
-    for edge in workload.edges:
-        sources[edge.target].add(place_of[edge.source])
+    sources = grouped((edge.target, place_of[edge.source]) for edge in workload.edges)
     for place, node in enumerate(workload.nodes):
         if node.is_backward and node.colour is not None and forward[node.colour]:
             mates = forward[node.colour]
             # Of several forward nodes of its colour, the one whose output it reads is its own.
-            own = (mate for mate in mates if mate in sources[node.id])
+            own = (mate for mate in mates if mate in sources.get(node.id, ()))
             cell_of[place] = next(own, mates[0])
     return cell_of
 

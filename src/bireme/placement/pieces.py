@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import networkx
 
 from bireme.cluster.device import Device
+from bireme.grouping import grouped
 from bireme.model.graph import Graph, Value, learned_values
 from bireme.model.units import Unit, units_of
 from bireme.profile.estimate import Seconds, estimate_unit
@@ -53,7 +54,7 @@ class Operators:
             unit_of |= dict.fromkeys(own, unit.index)
             helpers |= _helpers(graph, unit, own)
         unit_of = dict(sorted(unit_of.items()))
-        made = [(v, p) for p in unit_of for v in graph.operators[p].outputs if v is not None]
+        made = [(value, place) for place in unit_of for value in graph.operators[place].made]
         maker_of = {value.name: place for value, place in made}
         users: dict[str, list[int]] = defaultdict(list)
         for place in unit_of:
@@ -83,9 +84,8 @@ class Operators:
 
     def colours_of_units(self, *, copy_tied: bool) -> dict[int, int]:
         """For each unit the first of those that share its device, as operators of theirs do."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        for place, colour in self.colours(copy_tied=copy_tied).items():
-            groups[colour].append(self.unit_of[place])
+        colours = self.colours(copy_tied=copy_tied)
+        groups = grouped((colour, self.unit_of[place]) for place, colour in colours.items())
         return _joined(dict.fromkeys(self.unit_of.values()), groups.values())
 
     def name(self, place: int) -> str:
@@ -101,7 +101,7 @@ def _free(graph: Graph) -> set[int]:
     touched = {parameter.name for parameter in graph.parameters} | written
     free: set[int] = set()
     for place, operator in enumerate(graph.operators):
-        made = {value.name for value in operator.outputs if value is not None}
+        made = {value.name for value in operator.made}
         is_fixed = operator.is_random or operator.is_of_chain or bool(operator.mutates or made & written)
         if is_fixed or not touched.isdisjoint(operator.reads()):
             touched |= made
@@ -113,7 +113,7 @@ def _free(graph: Graph) -> set[int]:
 def _helpers(graph: Graph, unit: Unit, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """For each operator of a unit the others there that go along with it, each with the first to need it."""
     others = sorted(set(unit.operators).difference(own))
-    made_by = {v.name: place for place in others for v in graph.operators[place].outputs if v is not None}
+    made_by = {value.name: place for place in others for value in graph.operators[place].made}
     found: dict[int, list[int]] = {place: [] for place in own}
     taken: set[int] = set()
     for place in own:
@@ -142,14 +142,11 @@ def _inseparable(
     for name in dict.fromkeys(name for operator in graph.operators for name in operator.mutates):
         yield [*([maker_of[name]] if name in maker_of else []), *readers[name]]
     for place in unit_of:
-        for value in graph.operators[place].outputs:
-            if value is not None and value.dtype == "number":
+        for value in graph.operators[place].made:
+            if value.dtype == "number":
                 yield [place, *users.get(value.name, ())]
     for parameter in graph.parameters:
-        of_unit: dict[int, list[int]] = defaultdict(list)
-        for place in readers[parameter.name]:
-            of_unit[unit_of[place]].append(place)
-        yield from of_unit.values()
+        yield from grouped((unit_of[place], place) for place in readers[parameter.name]).values()
 
 
 def _alone(
@@ -164,13 +161,11 @@ def _alone(
         place
         for place in unit_of
         if shared.intersection(graph.operators[place].reads())
-        or any(value is not None and value.name in shared for value in graph.operators[place].outputs)
+        or any(value.name in shared for value in graph.operators[place].made)
     ]
-    of_unit: dict[int, list[int]] = defaultdict(list)
-    for place in joined:
-        of_unit[unit_of[place]].append(place)
+    of_unit = grouped((unit_of[place], place) for place in joined)
     for place in unit_of.keys() - set(joined):
-        near = of_unit[unit_of[place]]
+        near = of_unit.get(unit_of[place])
         if near:
             yield place, next((other for other in near if other > place), near[-1])
 
@@ -178,11 +173,8 @@ def _alone(
 def _tied(graph: Graph, unit_of: Mapping[int, int]) -> Iterable[Sequence[int]]:
     """The users of each parameter."""
     parameters = {parameter.name for parameter in graph.parameters}
-    found: dict[str, list[int]] = defaultdict(list)
-    for place in unit_of:
-        for name in parameters.intersection(graph.operators[place].reads()):
-            found[name].append(place)
-    return found.values()
+    read = {place: parameters.intersection(graph.operators[place].reads()) for place in unit_of}
+    return grouped((name, place) for place, names in read.items() for name in names).values()
 
 
 def _joined(places: Iterable[int], groups: Iterable[Sequence[int]]) -> dict[int, int]:
@@ -207,8 +199,7 @@ def _estimates_of(graph: Graph, learned: frozenset[str], micro_batch: int, devic
     Each is looked at as the one operator of a unit, with what it is given coming from outside.
     """
     states = {s.name: s for s in (*graph.parameters, *graph.buffers, *graph.constants)}
-    values = {value.name: value for value in graph.inputs}
-    values |= {v.name: v for operator in graph.operators for v in operator.outputs if v is not None}
+    values = graph.values
     alone = Unit(0, "", (0,), (), (), (), (), (), "")
     found = []
     for operator in graph.operators:
@@ -274,8 +265,7 @@ class PiecesSource:
 
     def learns(self, place: int) -> bool:
         """Whether a gradient comes to an operator in training."""
-        outputs = self.graph.operators[place].outputs
-        return self.training and any(v is not None and v.name in self.learned for v in outputs)
+        return self.training and any(v.name in self.learned for v in self.graph.operators[place].made)
 
     def state_bytes(self) -> "list[_StateBytes]":
         """What stays of each unit from one micro-batch to the next; what is placed together is there once."""
@@ -432,8 +422,7 @@ def _looks(
         maker = operators.maker_of[read[0]]
         if operators.unit_of[maker] != piece.unit:
             continue
-        outputs = [value for value in source.graph.operators[place].outputs if value is not None]
-        used = [value for value in outputs if value.name in operators.users]
+        used = [one for one in source.graph.operators[place].made if one.name in operators.users]
         if operators.users.get(read[0]) == (place,) and len(used) <= 1:
             values = [operators.values[read[0]], *used]
             sizes = [v.num_bytes(source.micro_batch) if v.dtype != "number" else 0 for v in values]
@@ -508,6 +497,5 @@ class _Division:
 
     def _made_bytes(self, place: int) -> float:
         """What an operator makes; nothing if it only looks at what is there."""
-        outputs = self.source.graph.operators[place].outputs if self.estimates[place].forward_s else ()
-        made = [v for v in outputs if v is not None and v.dtype != "number"]
-        return float(sum(v.num_bytes(self.source.micro_batch) for v in made))
+        made = self.source.graph.operators[place].made if self.estimates[place].forward_s else ()
+        return float(sum(v.num_bytes(self.source.micro_batch) for v in made if v.dtype != "number"))

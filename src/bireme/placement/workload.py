@@ -6,12 +6,12 @@ of its edges, the same for each edge; who computes on a CPU has the data where i
 """
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from graphlib import CycleError, TopologicalSorter
 
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 
 _SAME_COST = 1e-6
 """Costs on a node's edges that differ by less, relative or at all, are the same number, written twice: the
@@ -102,11 +102,8 @@ class Workload:
 
     def classes(self) -> tuple[tuple[Node, ...], ...]:
         """The nodes that share a device by their colour, in the order of their first."""
-        groups: dict[tuple[str, int], list[Node]] = defaultdict(list)
-        for node in self.nodes:
-            key = ("node", node.id) if node.colour is None else ("colour", node.colour)
-            groups[key].append(node)
-        return tuple(tuple(group) for group in groups.values())
+        keys = (("node", n.id) if n.colour is None else ("colour", n.colour) for n in self.nodes)
+        return tuple(map(tuple, grouped(zip(keys, self.nodes, strict=True)).values()))
 
     def _check_devices(self) -> None:
         for count, what in ((self.num_accelerators, "accelerators"), (self.num_cpus, "CPUs")):

@@ -7,7 +7,6 @@ names the node or the edge.
 
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -19,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from bireme.documents import read_json_object, shown, validated
 from bireme.errors import BiremeError, closest, errors_of
 from bireme.files import write_text_atomically
+from bireme.grouping import grouped
 from bireme.placement.workload import Edge, Node, Objective, Placement, Workload, device_names
 
 _MOST_WARNINGS = 5
@@ -219,13 +219,9 @@ def _warnings(plain: Mapping[str, Any], path: Path) -> Iterator[str]:
     """A sentence for each key that nobody knows."""
     found = [("the workload", key, _TOP, 1) for key in plain.keys() - _TOP.keys()]
     for kind, known in _KEYS.items():
-        first: dict[str, int] = {}
-        count: dict[str, int] = {}
-        for place, row in enumerate(plain[kind]):
-            for key in row.keys() - known.keys():
-                first.setdefault(key, place)
-                count[key] = count.get(key, 0) + 1
-        found += [(_subject(plain, kind, first[key]), key, known, count[key]) for key in first]
+        rows = enumerate(plain[kind])
+        places = grouped((key, place) for place, row in rows for key in row.keys() - known.keys())
+        found += [(_subject(plain, kind, own[0]), key, known, len(own)) for key, own in places.items()]
     found.sort(key=lambda one: (one[2] is not _TOP, one[2] is _EDGE, one[1]))
     for subject, key, known, times in found[:_MOST_WARNINGS]:
         near = get_close_matches(key, known, n=1, cutoff=0.5)
@@ -273,10 +269,8 @@ def read_split(path: Path, workload: Workload) -> WrittenSplit:
 
 def write_split(path: Path, workload: Workload, placement: Placement) -> None:
     """Write a placement in the published shape; a device that runs nothing has an empty list."""
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for node, device in zip(workload.nodes, placement.devices, strict=True):
-        nodes[device].append(node.id)
-    rows = [{"load": load, "nodes": nodes[device]} for device, load in enumerate(placement.loads)]
+    nodes = grouped(zip(placement.devices, (node.id for node in workload.nodes), strict=True))
+    rows = [{"load": load, "nodes": nodes.get(device, [])} for device, load in enumerate(placement.loads)]
     document = {
         "maxLoad": placement.value,
         "fpgas": rows[: workload.num_accelerators],
@@ -339,12 +333,8 @@ def _assigned(document: _AssignmentDocument, workload: Workload) -> WrittenSplit
 
 def _renumbered(devices: Sequence[int], pieces: Sequence[int]) -> tuple[int, ...]:
     """The pieces of each device numbered from 0 without gaps, in the same order."""
-    used: dict[int, set[int]] = defaultdict(set)
-    for device, piece in zip(devices, pieces, strict=True):
-        used[device].add(piece)
-    number_of = {
-        (device, piece): number for device in used for number, piece in enumerate(sorted(used[device]))
-    }
+    used = grouped(sorted(set(zip(devices, pieces, strict=True))))
+    number_of = {(device, piece): number for device in used for number, piece in enumerate(used[device])}
     return tuple(number_of[run] for run in zip(devices, pieces, strict=True))
 
 

@@ -1,7 +1,6 @@
 """All exports by name, and the one way to make one."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +9,7 @@ from itertools import pairwise
 from bireme.bounds import widths_text
 from bireme.cluster.cluster import Overlap
 from bireme.errors import BiremeError, closest
+from bireme.grouping import grouped
 from bireme.model.graph import Graph
 from bireme.model.units import Unit, units_of
 from bireme.plan.forecast import Candidate, PlanSummary, summarize
@@ -72,10 +72,7 @@ class _Module:
 
 def _tree(graph: Graph, units: Sequence[Unit], stage_of: Sequence[int]) -> _Module:
     """All modules with operators, those with parameters that no operator names included."""
-    runs: defaultdict[int, list[int]] = defaultdict(list)
-    for unit in units:
-        for place in unit.operators:
-            runs[place].append(stage_of[unit.index])
+    runs = grouped((place, stage_of[unit.index]) for unit in units for place in unit.operators)
     root = _Module("")
     for place, operator in enumerate(graph.operators):
         stages = runs.get(place, [])
@@ -138,13 +135,10 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _check_weights(units: Sequence[Unit], stage_of: Sequence[int], graph: Graph) -> None:
     """Refuse weights that two stages use: to keep those equal is beyond these frameworks."""
-    users: defaultdict[str, set[int]] = defaultdict(set)
-    for unit in units:
-        for name in unit.parameters:
-            users[name].add(stage_of[unit.index])
+    users = grouped((name, stage_of[unit.index]) for unit in units for name in unit.parameters)
     tied: Mapping[str, tuple[str, ...]] = {state.name: state.aliases for state in graph.parameters}
-    for name, stages in users.items():
-        if len(stages) > 1:
+    for name, own in users.items():
+        if len(stages := set(own)) > 1:
             both = f"{name} (also {', '.join(tied[name])})" if tied[name] else name
             raise BiremeError(
                 f"{both} is used in stages {_listed(stages)}: tied weights, of which these frameworks would "

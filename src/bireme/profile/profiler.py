@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bireme.cluster.device import Device, EngineCost
 from bireme.errors import BiremeError, Progress
+from bireme.grouping import grouped
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.model.halves import backward_input
@@ -179,9 +180,7 @@ def _named(
         **bench.given,
         **{n: t for n, t in results.items() if n in common or n in bench.function.sends},
     }
-    groups: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault(storage_id(tensor), []).append(name)
+    groups = grouped((storage_id(tensor), name) for name, tensor in tensors.items())
     return tuple(
         KeptMemory(
             names=tuple(names),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 from bireme.profile.behavior import Behavior, EventKind, Idle, MemoryBlock, Owner, idle_intervals, live_bytes
 from bireme.schedule.accesses import ChunkAccess
 from bireme.schedule.eviction import Evictions, OverfullError, gaps_of, most_at_a_step, settle
@@ -302,9 +303,7 @@ def _accesses(blocks: Sequence[MemoryBlock], chunk_bytes: int) -> tuple[list[Chu
 
 
 def _of_block(block: MemoryBlock, step_at: dict[float, int], chunk_bytes: int) -> Iterator[ChunkAccess]:
-    by_step: dict[int, list[EventKind]] = {}
-    for access in block.accesses:
-        by_step.setdefault(step_at[access.start_s], []).append(access.kind)
+    by_step = grouped((step_at[access.start_s], access.kind) for access in block.accesses)
     steps = sorted(by_step)
     for at in steps:
         is_born = at == steps[0] and block.birth_event >= 0

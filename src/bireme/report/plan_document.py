@@ -8,6 +8,7 @@ from typing import Any
 from bireme.bounds import bytes_text, seconds_text
 from bireme.cluster.cluster import Cluster, Overlap, link_notes
 from bireme.codec.description import AS_IT_IS
+from bireme.grouping import grouped
 from bireme.plan.agreements import AgreementForecast
 from bireme.plan.explain import Help
 from bireme.plan.forecast import (
@@ -244,10 +245,7 @@ def ways_note(answer: Answer) -> list[str]:
         f"The planner chose {way_words(best)}: {_to_loss(best)}."
         + (f" Next best is {way_words(others[0])}: {_to_loss(others[0])}." if others else "")
     ]
-    refused: dict[str, list[str]] = {}
-    for way in answer.ways:
-        if way.candidate is None:
-            refused.setdefault(way.refusal, []).append(way_words(way))
+    refused = grouped((way.refusal, way_words(way)) for way in answer.ways if way.candidate is None)
     found += [f"Not proposed: {'; '.join(words)}. {why}" for why, words in refused.items()]
     return found
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bireme.bounds import bytes_text, seconds_text
 from bireme.codec.description import CodecRate
+from bireme.grouping import grouped
 from bireme.profile.behavior import Behavior, Idle, MemoryBlock, Owner, idle_intervals, percentile
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.stages import stage_cost
@@ -125,9 +126,7 @@ def _paging(paging: BlockPaging, behavior: Behavior) -> Table:
 
 def _published(behavior: Behavior) -> str:
     """The figures of the paper, by source, with this iteration's share of activations."""
-    by_source: dict[str, list[str]] = {}
-    for figure in PUBLISHED:
-        by_source.setdefault(figure.source, []).append(f"{figure.name}: {figure.value}")
+    by_source = grouped((figure.source, f"{figure.name}: {figure.value}") for figure in PUBLISHED)
     told = "; ".join(f"{'; '.join(figures)} ({source})" for source, figures in by_source.items())
     share = behavior.by_owner()[Owner.ACTIVATION] / behavior.peak.num_bytes
     return f"Activations are {share:.2%} of the peak. Li et al. (ISPASS 2021): {told}."

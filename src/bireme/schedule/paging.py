@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from bireme.grouping import grouped
 from bireme.schedule.accesses import ChunkAccess, accesses_of
 from bireme.schedule.budgets import (
     Cut,
@@ -153,10 +154,7 @@ def _updates_apart(program: Program, rank: int) -> Iterator[Instruction]:
 
 def _updates_together(program: Program, rank: int) -> Iterator[Instruction]:
     """A rank's updates of a batch one after the other."""
-    own: defaultdict[int, list[Instruction]] = defaultdict(list)
-    for step in program.tracks[rank]:
-        if step.kind is Kind.UPDATE:
-            own[step.batch].append(step)
+    own = grouped((step.batch, step) for step in program.tracks[rank] if step.kind is Kind.UPDATE)
     for step in program.tracks[rank]:
         yield from own.pop(step.batch, ()) if step.kind is Kind.UPDATE else (step,)
 

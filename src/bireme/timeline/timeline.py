@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from operator import sub
 
+from bireme.grouping import grouped
 from bireme.schedule.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from bireme.schedule.program import Program, Track
 from bireme.schedule.residency import Residency
@@ -254,10 +255,7 @@ class _Walk:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.channels: dict[int, list[Transfers]] = {}
-        for transfers in timeline.transfers:
-            if not transfers.is_sync:
-                self.channels.setdefault(transfers.destination, []).append(transfers)
+        self.channels = grouped((one.destination, one) for one in timeline.transfers if not one.is_sync)
 
     def interval(self, place: _Place) -> Interval:
         rank = self.timeline.ranks[place.rank]

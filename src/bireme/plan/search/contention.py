@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 from typing import TypeVar
 
 from bireme.cluster.cluster import Lane, Link, Overlap
+from bireme.grouping import grouped
 from bireme.plan.partition.loads import RowLink
 from bireme.plan.search.draft import Grid
 from bireme.plan.search.problem import PlanningProblem
@@ -122,10 +123,7 @@ class ReplicaNetworks:
         """The network of a replica; equal for replicas that meet the others alike, but for names."""
         size = self._sizes[replica]
         site = next(number for number, own in enumerate(self._sites) if replica < own.stop)
-        passing: defaultdict[Lane, list[_Ends]] = defaultdict(list)
-        for ends in self._pairs:
-            for lane in self._way(replica, ends):
-                passing[lane].append(ends)
+        passing = grouped((lane, ends) for ends in self._pairs for lane in self._way(replica, ends))
         slowest: dict[tuple[_Loads, tuple[_Ends, ...]], Lane] = {}
         least: dict[tuple[_Loads, tuple[_Ends, ...]], float] = {}
         for lane, own in passing.items():

@@ -9,6 +9,7 @@ from operator import add
 from bireme.cluster.catalogue import tier_share
 from bireme.cluster.cluster import Cluster
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 from bireme.plan.forecast import TierForecast
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.plan import Paging, Plan
@@ -222,13 +223,11 @@ def tied_rings(problem: PlanningProblem, draft: Draft, tied: Sequence[Tied]) -> 
     they share weights: then it goes around alone, when the first of the stages has it.
     """
     rank_of_stage = draft.outline.rank_of_stage
-    of_ranks: dict[tuple[int, ...], list[Tied]] = {}
-    for one in tied:
-        ranks = tuple(sorted({rank_of_stage[stage] for stage in one.stages}))
-        if len(ranks) > 1 or draft.whole_weights:
-            of_ranks.setdefault(ranks, []).append(one)
+    of_ranks = grouped((tuple(sorted({rank_of_stage[stage] for stage in one.stages})), one) for one in tied)
     found = []
     for ranks, own in of_ranks.items():
+        if len(ranks) == 1 and not draft.whole_weights:
+            continue
         num_bytes = sum(one.num_bytes for one in own)
         stages = sorted({stage for one in own for stage in one.stages})
         rings = [

@@ -19,6 +19,7 @@ from typing import Any
 
 from bireme.bounds import ANY
 from bireme.errors import BiremeError
+from bireme.grouping import grouped
 from bireme.plan.plan import ranks_that_read
 from bireme.plan.plan_request import Goal, PlanRequest
 from bireme.plan.search.draft import Grid
@@ -278,9 +279,7 @@ def _tiled(order: Sequence[int], outline: Outline, tile: int) -> Grid:
 def device_orders(problem: PlanningProblem, count: int) -> Iterator[tuple[int, ...]]:
     """Orders of `count` devices, with the devices of a server next to each other."""
     speed, memory = problem.usual_speeds.__getitem__, problem.limits.__getitem__
-    by_server: dict[int, list[int]] = {}
-    for device in problem.devices:
-        by_server.setdefault(problem.servers[device], []).append(device)
+    by_server = grouped((problem.servers[device], device) for device in problem.devices)
 
     def arranged(value: Callable[[int], float], *, rising: bool) -> tuple[int, ...]:
         sign = 1 if rising else -1

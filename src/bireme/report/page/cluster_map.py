@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bireme.bounds import bytes_text, rate_text
+from bireme.grouping import grouped
 from bireme.report.markup import number, tag, titled, words
 from bireme.report.page.figures import Flow, Post, StageFigures, flows, posts
 from bireme.report.page.run import Run
@@ -42,9 +43,7 @@ def cluster_figure(run: Run, stages: Sequence[StageFigures]) -> str:
     drawn = [post for post in used if not is_cut or post.replica == 0]
     shown = [flow for flow in flows(run) if not is_cut or flow.source.replica == 0]
     pictures = {name: _picture(run, drawn, shown, stages, width) for name, width in _SIZES.items()}
-    names: dict[str, list[str]] = {}
-    for name, picture in pictures.items():
-        names.setdefault(picture, []).append(name)
+    names = grouped((picture, name) for name, picture in pictures.items())
     maps = (tag("div", picture, class_=f"map {' '.join(sizes)}") for picture, sizes in names.items())
     width = max(post.replica for post in used) + 1
     note = tag("p", f"This shows the first of {width} equal replicas.", class_="note") if is_cut else ""
@@ -100,9 +99,7 @@ class _Layout:
 
         There are as many columns as fit; lines next to a server have room on the right if there are any.
         """
-        by_server: dict[str, list[Post]] = {}
-        for post in used:
-            by_server.setdefault(_server_of(post.device), []).append(post)
+        by_server = grouped((_server_of(post.device), post) for post in used)
         most_columns = min(len(by_server), _MOST_COLUMNS)
         for columns in range(most_columns, 0, -1):
             bow = _BOW if most >= 2 * _WIDEST else _NARROW_BOW
