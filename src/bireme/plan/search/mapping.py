@@ -247,14 +247,9 @@ def _with_pins(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     for ranks in islice(product(range(len(grid)), repeat=len(pinned)), _MOST_PINNED):
         rows = [list(row) for row in grid]
         for device, rank in zip(pinned, ranks, strict=True):
-            there = {one: (r, c) for r, row in enumerate(rows) for c, one in enumerate(row)}
-            if device in rows[rank]:
-                continue
-            place = next((c for c, one in enumerate(rows[rank]) if one not in pinned), 0)
-            if device in there:
-                row, column = there[device]
-                rows[row][column] = rows[rank][place]
-            rows[rank][place] = device
+            if device not in rows[rank]:
+                place = next((c for c, one in enumerate(rows[rank]) if one not in pinned), 0)
+                _put(rows, device, rank, place)
         yield tuple(map(tuple, rows))
 
 
@@ -314,22 +309,14 @@ def device_orders(problem: PlanningProblem, count: int) -> Iterator[tuple[int, .
 
 def exchanged(problem: PlanningProblem, grid: Grid) -> Iterator[Grid]:
     """The mappings in which two unlike devices have changed places, or an unlike idle one has come in."""
-    used = [(rank, replica) for rank, row in enumerate(grid) for replica in range(len(row))]
-    taken = {device for row in grid for device in row}
+    used = [device for row in grid for device in row]
+    taken = set(used)
     idle = {_look(problem, device): device for device in reversed(problem.devices) if device not in taken}
-    for place, (rank, replica) in enumerate(used):
-        one = grid[rank][replica]
-        for other_rank, other_replica in used[place + 1 :]:
-            other = grid[other_rank][other_replica]
+    for place, one in enumerate(used):
+        for other in (*used[place + 1 :], *idle.values()):
             if _look(problem, one) != _look(problem, other):
-                rows = [list(row) for row in grid]
-                rows[rank][replica], rows[other_rank][other_replica] = other, one
-                yield tuple(map(tuple, rows))
-        for look, device in idle.items():
-            if look != _look(problem, one):
-                rows = [list(row) for row in grid]
-                rows[rank][replica] = device
-                yield tuple(map(tuple, rows))
+                changed = {one: other, other: one}
+                yield tuple(tuple(changed.get(device, device) for device in row) for row in grid)
 
 
 def _look(problem: PlanningProblem, device: int) -> tuple[int, float, float]:
