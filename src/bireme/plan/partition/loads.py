@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import accumulate
 from operator import le
 from typing import NamedTuple
 
@@ -91,12 +92,14 @@ def holdings(
         _counted(schedule, num_stages, m, recompute, updates_early, has_masters) for m in (few - 1, few)
     )
     more = num_microbatches - few
+    return tuple(_further(before, after, more) for before, after in zip(fewer, base, strict=True))
+
+
+def _further(one: Sequence[_Moment], other: Sequence[_Moment], steps: int) -> tuple[_Moment, ...]:
+    """The moments after so many more steps, each of which adds what it took from one to the other."""
     return tuple(
-        tuple(
-            _Moment(*(b + more * (b - f) for f, b in zip(one, other, strict=True)))
-            for one, other in zip(before, after, strict=True)
-        )
-        for before, after in zip(fewer, base, strict=True)
+        _Moment(*(b + steps * (b - a) for a, b in zip(first, second, strict=True)))
+        for first, second in zip(one, other, strict=True)
     )
 
 
@@ -124,28 +127,21 @@ def _of_deep(
     )
     more = num_stages - DEEP
 
-    def further(one: tuple[_Moment, ...], other: tuple[_Moment, ...], steps: int) -> list[_Moment]:
-        return [
-            _Moment(*(b + steps * (b - a) for a, b in zip(first, second, strict=True)))
-            for first, second in zip(one, other, strict=True)
-        ]
-
-    def between(stage: int) -> list[_Moment]:
+    def between(stage: int) -> tuple[_Moment, ...]:
         """The effect of one more stage before it and one more after it, from the middle."""
         middle = DEEP // 2
         num_after = num_stages - 1 - stage
         base = deeper[middle]
-        later = further(shallow[middle - 1], base, stage - middle)
-        earlier = further(shallow[middle], base, num_after - (DEEP - 1 - middle))
-        return [
+        later = _further(shallow[middle - 1], base, stage - middle)
+        earlier = _further(shallow[middle], base, num_after - (DEEP - 1 - middle))
+        return tuple(
             _Moment(*(a + b - c for a, b, c in zip(one, two, three, strict=True)))
             for one, two, three in zip(later, earlier, base, strict=True)
-        ]
+        )
 
-    first = further(shallow[0], deeper[0], more)
-    last = further(shallow[-1], deeper[-1], more)
-    inner = [between(stage) for stage in range(1, num_stages - 1)]
-    return tuple(map(tuple, (first, *inner, last)))
+    first = _further(shallow[0], deeper[0], more)
+    last = _further(shallow[-1], deeper[-1], more)
+    return (first, *map(between, range(1, num_stages - 1)), last)
 
 
 @lru_cache(maxsize=4096)
@@ -166,12 +162,8 @@ def _counted(
         recompute=range(num_stages) if recompute else (),
         timing=UpdateTiming(early=updates_early),
     )
-    found: list[tuple[_Moment, ...]] = []
-    for rank in range(num_stages):
-        is_large = max(num_stages, num_microbatches) > _MOST_DIGITS
-        count = _one_by_one if is_large else _at_once
-        found.append(_unsurpassed(count(program, rank, has_masters)))
-    return tuple(found)
+    count = _one_by_one if max(num_stages, num_microbatches) > _MOST_DIGITS else _at_once
+    return tuple(_unsurpassed(count(program, rank, has_masters)) for rank in range(num_stages))
 
 
 _DIGITS = {
@@ -191,11 +183,7 @@ _MOST_DIGITS = 60
 
 def _at_once(program: Program, rank: int, has_masters: bool = False) -> set[_Moment]:
     """What a rank keeps at each instruction, all counted in one number, each in digits of its own."""
-    shift = 0
-    shifts: dict[str, int] = {}
-    for name, digits in _DIGITS.items():
-        shifts[name] = shift
-        shift += digits
+    shifts = dict(zip(_DIGITS, accumulate(_DIGITS.values(), initial=0), strict=False))
     weights = [(float(2 << at),) * program.num_stages for at in shifts.values()]
     series = resident(program, rank, _sizes(weights, has_masters), series=True).series or ()
     return {
