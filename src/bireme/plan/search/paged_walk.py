@@ -129,13 +129,16 @@ class PagedWalk:
 
     def best_seen(self, *, again: bool) -> Candidate | None:
         """The best of all that was simulated and pages, of those that recompute or of the others."""
-        found = [
+        best = min(self._paging(again=again), key=self._cost, default=None)
+        return None if best is None else self._candidate(self._fitting[best])
+
+    def _paging(self, *, again: bool) -> list[Draft]:
+        """All that was simulated and pages, of those that recompute or of the others."""
+        return [
             draft
             for draft, promised in self._seen.items()
             if promised and promised.tiers and bool(draft.recompute) == again
         ]
-        best = min(found, key=self._cost, default=None)
-        return None if best is None else self._candidate(self._fitting[best])
 
     def can_fit(self, seed: Draft) -> bool:
         """Whether a draft fits if it pages, is cut into parts, recomputes, or has smaller micro-batches."""
@@ -350,12 +353,7 @@ class PagedWalk:
         """
         if draft in self._seen:
             return False
-        goal, again = self._problem.request.goal, bool(draft.recompute)
-        alike = [
-            promised.cost(goal)
-            for one, promised in self._seen.items()
-            if promised and promised.tiers and bool(one.recompute) == again
-        ]
+        alike = list(map(self._cost, self._paging(again=bool(draft.recompute))))
         if not alike:
             return False
         roomy = self.cost_with_room(draft)
