@@ -249,6 +249,15 @@ def test_a_cluster_is_shown_as_a_document(capsys: Capture) -> None:
     assert [len(group) for group in document["alike"]] == [16]
 
 
+def test_a_document_has_all_known_figures_of_a_device(capsys: Capture, tmp_path: Path) -> None:
+    known = {"memory_bytes": 2**30, "speed": 1.0, "copy_s": 2e-5, "chunk_s": 3e-5, "process_bytes": 0}
+    figures = "\n".join(f"{name} = {value}" for name, value in known.items())
+    path = tmp_path / "cluster.toml"
+    path.write_text(f'[[server]]\n[[server.device]]\nkind = "cpu"\n{figures}\n')
+    (server,) = bireme(capsys, "cluster", "show", str(path), "--json").document["servers"]
+    assert server["devices"] == [{"name": "server0/cpu0", "kind": "cpu", "model": "cpu", **known}]
+
+
 def test_the_ready_clusters_are_listed(capsys: Capture) -> None:
     assert bireme(capsys, "cluster", "show", "--list").out.split() == list(example_names())
     assert bireme(capsys, "cluster", "show", "--list", "--json").document == {

@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -66,7 +66,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         "servers": [
             {
                 "name": server.name,
-                **_known(server, _TIERS),
+                **{name: figure for name in _TIERS if (figure := getattr(server, name))},
                 "devices": [
                     {"name": f"{server.name}/{name}", **_plain_device(device)}
                     for name, device in zip(server.device_names, server.devices, strict=True)
@@ -128,12 +128,9 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 def _runs(cluster: Cluster) -> list[tuple[str, Server]]:
     """Equal servers that follow each other, as one with the names of the first and the last."""
-    runs = groupby(cluster.servers, key=lambda one: replace(one, name="server"))
-    found = []
-    for _, equal in runs:
-        servers = list(equal)
-        found.append((_range(servers[0].name, servers[-1].name), servers[0]))
-    return found
+    alike = groupby(cluster.servers, key=lambda one: replace(one, name="server"))
+    runs = [list(equal) for _, equal in alike]
+    return [(_range(run[0].name, run[-1].name), run[0]) for run in runs]
 
 
 def _range(first: str, last: str) -> str:
@@ -187,34 +184,14 @@ def _link_row(link: Link, shared: str = "") -> list[str]:
 
 
 _TIERS = ("host_memory_bytes", "disk_bytes", "disk_bytes_per_s")
-_FIGURES = (
-    "bytes_per_s",
-    "float32_flops_per_s",
-    "bfloat16_flops_per_s",
-    "num_cores",
-    "watts",
-    "host_bytes_per_s",
-    "update_speed",
-    "host_speed",
-)
-"""Figures of a device that may be unknown."""
-
-
-def _known(of: Server | Device, names: Sequence[str]) -> dict[str, Any]:
-    """The figures of these names that are not 0."""
-    return {name: value for name in names if (value := getattr(of, name))}
 
 
 def _plain_device(device: Device) -> dict[str, Any]:
-    return {
-        "kind": device.kind,
-        "model": device.name,
-        "memory_bytes": device.memory_bytes,
-        "speed": device.speed,
-        **_known(device, _FIGURES),
-        **({"members": device.members} if device.members > 1 else {}),
-        **({} if device.process_bytes is None else {"process_bytes": device.process_bytes}),
-    }
+    """The memory and speed of a device, and its figures that are known."""
+    plain = asdict(device)
+    known = {one.name: plain[one.name] for one in fields(device) if plain[one.name] != one.default}
+    model = {"kind": device.kind, "model": known.pop("name")}
+    return model | {"memory_bytes": device.memory_bytes, "speed": device.speed} | known
 
 
 def _plain_link(server: Server, group: Bridge | Mesh | Card) -> dict[str, Any]:
