@@ -16,6 +16,7 @@ inputs, C those that lead to parameters only; an N with an edge to a C is a junc
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -378,10 +379,7 @@ def _early(children: _Children, left: set[Node], parameters: Iterable[_Edge]) ->
 
     A junction's flow into a node to its right is only then surely its own if no other node leads there.
     """
-    num_parents: dict[Node, int] = {}
-    for edges in children.values():
-        for child in {child for child, _ in edges}:
-            num_parents[child] = num_parents.get(child, 0) + 1
+    num_parents = Counter(one for edges in children.values() for one in {child for child, _ in edges})
     cannot_wait = {
         child
         for node in left

@@ -455,11 +455,8 @@ def homes_of(plan: Plan, cluster: Cluster, readers: Iterable[int]) -> tuple[str 
     """The home of each replica, None where its samples are read on several servers."""
     servers, per_replica = servers_of_places(plan, cluster), plan.source.num_ranks
     ranks = ranks_that_read(plan.cuts, plan.source.rank_of_stage, readers)
-    found = []
-    for replica in range(plan.width):
-        reading = {servers[replica * per_replica + rank] for rank in ranks}
-        found.append(reading.pop() if len(reading) == 1 else None)
-    return tuple(found)
+    reading = ({servers[replica * per_replica + rank] for rank in ranks} for replica in range(plan.width))
+    return tuple(found.pop() if len(found) == 1 else None for found in reading)
 
 
 def check_servers(names: Iterable[str], cluster: Cluster) -> None:

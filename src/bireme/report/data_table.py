@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from rich.console import Console
@@ -151,9 +151,7 @@ def _print_sample(sample: ShownSample, origin: str, console: Console, *, has_bar
 
 def _stretches(tokens: Sequence[ShownToken]) -> Iterator[tuple[str, list[ShownToken]]]:
     """Neighboring tokens of one kind, and of one document."""
-    documents: list[int] = []
-    for token in tokens:
-        documents.append((documents[-1] if documents else 0) + token.begins)
+    documents = accumulate(token.begins for token in tokens)
     for (_, learns), found in groupby(
         zip(documents, tokens, strict=True), lambda pair: (pair[0], pair[1].learns)
     ):

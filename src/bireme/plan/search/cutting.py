@@ -104,11 +104,10 @@ def _promising_drafts(problem: PlanningProblem, outline: Outline, grid: Grid) ->
         better = autopipe(replace(loads, setting=few))
         if better is not None and better.partition.cuts != found.cuts:
             partitions.insert(0, better.partition)
-    drafts = []
-    for partition in partitions:
-        cuts = tuple(problem.bounds[cut] for cut in partition.cuts)
-        drafts.append(Draft(outline, grid, cuts, partition.recompute))
-    return drafts
+    return [
+        Draft(outline, grid, tuple(problem.bounds[cut] for cut in one.cuts), one.recompute)
+        for one in partitions
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,13 +78,12 @@ class PlanEvaluator:
     def _floor(self, draft: Draft) -> LowerBound:
         problem = self._problem
         rank_of_stage = draft.outline.rank_of_stage
-        device_s: dict[int, float] = {}
+        device_s: defaultdict[int, float] = defaultdict(float)
         works, speeds = self._works.of_stages(draft), self._speeds(draft)
         for stage, rank in enumerate(rank_of_stage):
             seats = zip(draft.grid[rank], works[stage], draft.counts_of(stage), strict=True)
             for device, work, count in seats:
-                busy_s = work.busy_s(stage, count, draft.rule, speeds[device])
-                device_s[device] = device_s.get(device, 0.0) + busy_s
+                device_s[device] += work.busy_s(stage, count, draft.rule, speeds[device])
         busiest = max(device_s, key=lambda device: (device_s[device], -device))
         slowest_lane, lane_s = self.busiest_lane(draft)
         cores = cores_needed(problem, device_s)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,14 +226,11 @@ def replicas_figure(run: Run) -> str:
 
 def _pieces(known: Sequence[Shared], replica: int, last_step: int) -> Iterator[tuple[int, int, int | None]]:
     """The first and the last step in which a replica had a number of samples, None while it was away."""
-    counts = [one.shares[replica] if replica in one.present() else None for one in known]
-    begin = 0
-    for place in range(1, len(known) + 1):
-        if place == len(known) or counts[place] != counts[begin]:
-            end = last_step if place == len(known) else known[place].step
-            if end > known[begin].step:
-                yield known[begin].step, end, counts[begin]
-            begin = place
+    runs = groupby(known, lambda one: one.shares[replica] if replica in one.present() else None)
+    begins = [(next(own).step, count) for count, own in runs]
+    for (begin, count), (end, _) in pairwise([*begins, (last_step, None)]):
+        if end > begin:
+            yield begin, end, count
 
 
 def _replica_names(run: Run, width: int) -> list[str]:

@@ -9,6 +9,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -304,10 +305,8 @@ class Metrics:
             self._forget(event.step - 1)
         for name in _COLUMNS:
             getattr(self.training, name).append(getattr(event, name))
-        for rank, num_bytes in enumerate(event.memory_bytes):
-            if rank == len(self.peak_bytes):
-                self.peak_bytes.append(0.0)
-            self.peak_bytes[rank] = max(self.peak_bytes[rank], num_bytes or 0.0)
+        held = zip_longest(self.peak_bytes, event.memory_bytes, fillvalue=0.0)
+        self.peak_bytes = [max(peak_bytes or 0.0, now_bytes or 0.0) for peak_bytes, now_bytes in held]
 
     def _forget(self, step: int) -> None:
         """Leave out what was trained past a step, because it is trained again."""

@@ -1,6 +1,7 @@
 """The tables and tiles of a page, and the bars of memory."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -133,10 +134,7 @@ def _devices_text(run: Run) -> str:
     if not names:
         return ""
     known = {} if run.cluster is None else {one.name: one.device.name for one in run.cluster.devices()}
-    kinds: dict[str, int] = {}
-    for name in names:
-        kind = known.get(name, "")
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(known.get(name, "") for name in names)
     parts = [f"{count} × {kind}" if kind else counted(count, "device") for kind, count in kinds.items()]
     return " + ".join(parts)
 

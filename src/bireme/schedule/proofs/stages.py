@@ -7,6 +7,7 @@ gradients are complete when their batch is reduced, in the order of batches, and
 trial steps see just the micro-batches they claim to see.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ class _StageProof:
         """Micro-batches under way, with the halves that have gone forward."""
         self.past: dict[tuple[int, int], set[Kind]] = {}
         """What else has been done to them: RECOMPUTE, BACKWARD_INPUT."""
-        self.in_use: dict[int, int] = {}
+        self.in_use: Counter[int] = Counter()
         """For each version the micro-batches between their forward and the end of their backward."""
         self.finished: dict[int, set[int]] = {}
         """For each batch that is not updated yet, the micro-batches whose gradient is accumulated."""
@@ -202,7 +203,7 @@ class _StageProof:
         yield from self._wrong_version(step)
         yield from self._not_there(step)
         if not done and step.version is not None:
-            self.in_use[step.version] = self.in_use.get(step.version, 0) + 1
+            self.in_use[step.version] += 1
         self.halves[key] = done | adds
         self.past.setdefault(key, set())
 
@@ -241,10 +242,7 @@ class _StageProof:
         key = _key(step)
         del self.halves[key], self.past[key]
         version = self.program.version_of(step)
-        if self.in_use.get(version, 0) > 1:
-            self.in_use[version] -= 1
-        else:
-            self.in_use.pop(version, None)
+        self.in_use[version] = max(self.in_use[version] - 1, 0)
         self.finished.setdefault(step.batch, set()).add(key[1])
         if (step.batch, None) in self.reduced:
             yield f"{step} comes after its batch has been reduced: its gradient would be lost."
@@ -310,7 +308,7 @@ class _StageProof:
         self.newest_trial = max(self.newest_trial, step.batch)
 
     def _overwrite(self, step: Instruction, version: int) -> Iterator[str]:
-        if self.in_use.get(version, 0):
+        if self.in_use[version]:
             yield (
                 f"{step} overwrites version {version}, which {self.in_use[version]} micro-batches that have "
                 "gone forward still need for their backward."
