@@ -36,7 +36,7 @@ def test_a_chat_model_is_tuned_with_its_tokenizer_its_template_its_format_and_a_
     assert data.tokenizer is not None
     assert data.tokenizer.num_tokens == 300
     assert data.loss_on == "answers only"
-    assert data.has_chats
+    assert all(one.form for one in data.recognized)
     assert (run.model.dtype, run.training.learning_rate, run.data.length) == ("bfloat16", 2e-5, 32)
 
 
