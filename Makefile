@@ -42,11 +42,11 @@ $(COMPILED): $(READY) $(LOOPS)
 		wait
 	@touch $@
 
-# A worker that has no tests left takes some from the others. All tests get two workers more than there are
+# A worker that has no tests left takes some from the others. All tests get one worker more than there are
 # cores, because some of them wait. Those of the fast core do not wait, and each worker takes seconds to start.
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 CORES := $$(getconf _NPROCESSORS_ONLN)
-MORE := $$(( $(CORES) + 2 ))
+MORE := $$(( $(CORES) + 1 ))
 
 # Loops compile beside the template of the workers, which takes one core as long before the first test begins.
 test: setup
