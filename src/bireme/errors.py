@@ -36,9 +36,7 @@ def tell(sentence: str) -> None:
 
 
 def system_reason(error: Exception) -> str:
-    """Why something failed, without the number that Python puts before it and the address that it puts
-    behind it.
-    """
+    """Why something failed, without the number and the address that Python puts before and after it."""
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition(" (while ")[0]
 
 

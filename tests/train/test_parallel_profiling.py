@@ -11,6 +11,7 @@ import torch
 from bireme.cluster.device import EngineCost
 from bireme.profile.profiler import profile
 from bireme.profile.timing import BRIEF
+from bireme.runtime.measuring import batch_end
 from bireme.runtime.measuring.batch_end import wake_costs
 from bireme.runtime.world import World
 from bireme.train import captured_run
@@ -71,6 +72,27 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
 def test_what_is_lost_when_processes_wake_is_never_less_than_nothing() -> None:
     """On a busy machine every process of the ring waits long, but no core is idle."""
     assert min(wake_costs(2)) >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("ring", "lost"),
+    [
+        ("print(10.0, 0.117)", (0.2, 0.117 / (3 * 25))),  # s of idle cores, for 3 × 195 and 3 × 25 tokens
+        ("print(0.1, 0.117)", (0.0, 0.0)),  # of cores that the ring could not have
+    ],
+)
+def test_idle_cores_are_shared_out_among_the_tokens(
+    ring: str, lost: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_end, "_PASS_ON", ring)
+    assert wake_costs(2) == pytest.approx(lost)
+
+
+def test_a_ring_in_which_a_process_dies_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for tokens that do not come."""
+    dying = "import sys\nif int(sys.argv[1]) == min(map(int, sys.argv[1:3])):\n    sys.exit(3)\n"
+    monkeypatch.setattr(batch_end, "_PASS_ON", dying + batch_end._PASS_ON)
+    assert wake_costs(2) == (0.0, 0.0)
 
 
 def test_a_run_is_short_by_its_steps_and_by_what_they_compute() -> None:

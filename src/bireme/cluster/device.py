@@ -108,7 +108,7 @@ class EngineCost:
         return self.late_s + self.late_s_per_byte * num_bytes
 
     def waking_s(self, seconds: float) -> float:
-        """The seconds of a core that are lost when a process is woken for work of so many seconds."""
+        """The seconds of a core that are lost when a process is woken for work of these `seconds`."""
         return min(self.wake_share * seconds, self.wake_s)
 
 

@@ -69,7 +69,7 @@ class Piece:
 
 
 _APART = 16
-"""Messages begin at multiples of so many bytes: what goes as it is can be read as numbers of any kind."""
+"""Messages begin at multiples of these bytes: what goes as it is can be read as numbers of any kind."""
 
 MOST_BUNDLED = 2**16
 """Values: to code many small tensors one by one takes longer than to code their values."""

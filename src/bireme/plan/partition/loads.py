@@ -96,7 +96,7 @@ def holdings(
 
 
 def _further(one: Sequence[_Moment], other: Sequence[_Moment], steps: int) -> tuple[_Moment, ...]:
-    """The moments after so many more steps, each of which adds what it took from one to the other."""
+    """The moments after more `steps`, each of which adds what it took from one to the other."""
     return tuple(
         _Moment(*(b + steps * (b - a) for a, b in zip(first, second, strict=True)))
         for first, second in zip(one, other, strict=True)

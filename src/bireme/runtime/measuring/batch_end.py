@@ -207,17 +207,21 @@ source, target, count, work_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv
 for number in range(count):
     if number == {_NUM_SETTLING_LAPS}:
         begin_s, begin_idle_s = time.perf_counter(), idle_s()
-    os.read(source, 1)
+    if not os.read(source, 1):
+        sys.exit(1)
     end_s = time.thread_time() + work_s
     while time.thread_time() < end_s:
         pass
-    os.write(target, b"x")
+    try:
+        os.write(target, b"x")
+    except BrokenPipeError:
+        pass  # the last tokens, which nobody takes
 print(time.perf_counter() - begin_s, idle_s() - begin_idle_s)
 """
 
 
 def wake_costs(num_cores: int) -> tuple[float, float]:
-    """`wake_share` and `wake_s` of a machine of so many cores; 0 if its kernel does not count idle time."""
+    """`wake_share` and `wake_s` of a machine with `num_cores`; 0 if its kernel does not count idle time."""
     if not Path("/proc/stat").exists():
         return 0.0, 0.0
     short_s, long_s = (_lost_s(num_cores, *ring) for ring in _RINGS)
@@ -227,17 +231,23 @@ def wake_costs(num_cores: int) -> tuple[float, float]:
 def _lost_s(num_cores: int, work_s: float, count: int) -> float:
     """The seconds of a core that are lost for each token that a process of the ring takes."""
     size = num_cores + 1
+    processes = []
     with ExitStack() as stack:
         pairs = [[stack.enter_context(end) for end in socketpair()] for _ in range(size)]
-        processes = []
         for place in range(size):
             own = pairs[place][0].fileno(), pairs[(place + 1) % size][1].fileno()
             words = [sys.executable, "-S", "-c", _PASS_ON, *map(str, (*own, count, work_s))]
-            started = subprocess.Popen(words, pass_fds=own, stdout=subprocess.PIPE, text=True)
-            processes.append(stack.enter_context(started))
+            processes.append(
+                subprocess.Popen(
+                    words, pass_fds=own, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
+            )
         for _, token in pairs[:num_cores]:
             token.send(b"x")
-        said = [one.communicate()[0] for one in processes]
+    # The ring holds its ends alone now: if a process dies, the others find the ring broken and end.
+    said = [one.communicate()[0] for one in processes]
+    if any(one.returncode for one in processes):
+        return 0.0
     took_s, idle_s = map(float, said[0].split())
     num_tokens = size * (count - _NUM_SETTLING_LAPS)
     # Cores that this process may not use can be idle as well.

@@ -152,8 +152,8 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True)
 class PagingSettings:
-    """`folder` is where the disk's file is made; `mover` makes what copies, and `memory` the slots of a
-    device: so many, of so many bytes.
+    """`folder` is where the disk's file is made; `mover` makes what copies, and `memory` makes the
+    slots of a device, from their number and the bytes of each.
     """
 
     folder: Path | None = None
