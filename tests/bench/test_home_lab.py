@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.common.paced import SPEED, PacedNorm
+from benchmarks.common.paced import SPEED, PacedLinear, PacedNorm
 from benchmarks.home import model as home
 from benchmarks.home_lab import SETTLED, Lived
 from benchmarks.killing.mortal_run import Round
@@ -65,7 +65,8 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
     torch.set_num_threads(1)
     try:
         clock, x = Clock(CPU), torch.ones(3, 2, 2, requires_grad=True)
-        PacedNorm(nn.LayerNorm(2), 0.25)(x).sum().backward()
+        half = nn.Sequential(PacedNorm(nn.LayerNorm(2), 0.25), PacedLinear(nn.Linear(2, 2), 0.25))
+        half(x).sum().backward()
         assert clock.lap() >= 2 * 3 * 3 * 0.25
     finally:
         torch.set_num_threads(threads)
@@ -75,6 +76,8 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
 def test_the_model_has_tied_weights_and_sleeps_in_every_layer() -> None:
     model, inputs = home.model()
     graph = capture(model, inputs)
-    assert sum(one.target.startswith("paced.input") for one in graph.operators) == home.CONFIG.layers
+    for name in ("begin", "end", "weight"):
+        found = sum(one.target.startswith(f"paced.{name}") for one in graph.operators)
+        assert found == 2 * home.CONFIG.layers
     (embedding,) = (one for one in graph.parameters if one.aliases)
     assert {embedding.name, *embedding.aliases} == {"tokens.weight", "head.weight"}

@@ -1,16 +1,14 @@
 """The race's own arithmetic, what it resumes, and that contenders train the same model in the same way."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.common import made
-from benchmarks.common.paced import PacedNorm
+from benchmarks.common import made, paced
 from benchmarks.race import FAR, SLOW_HOST, rows_of, verdicts
 from benchmarks.racing import task
 from benchmarks.racing.contenders import CHOSEN, CONTENDERS, RIVALS
@@ -147,16 +145,60 @@ def test_all_are_tuned_with_the_same_budget() -> None:
         assert one.ways or CONTENDERS[one.like].ways
 
 
-def test_a_layer_sleeps_for_its_weights_only_with_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+class Clock:
+    """Stands still but for what sleeps and for what a test computes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept = list[float]()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    thread_time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+class Work(nn.Module):
+    """Takes a second forward, and a quarter back."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now_s += 1.0
+        out = x.clone()
+        out.register_hook(self.return_gradient)
+        return out
+
+    def return_gradient(self, gradient: Tensor) -> None:
+        self.clock.now_s += 0.25
+
+
+def test_a_half_sleeps_for_what_its_arithmetic_leaves_and_for_its_weights_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(paced, "time", clock)
     monkeypatch.delenv("BIREME_BENCHMARK_SPEED", raising=False)
-    norm, x = PacedNorm(nn.LayerNorm(2), 0.25), torch.ones(3, 2, requires_grad=True)
-    made = norm(x).square().sum()
+    norm, out = paced.PacedNorm(nn.LayerNorm(2), 0.5), paced.PacedLinear(nn.Linear(2, 2), 0.5)
+    model, x = nn.Sequential(norm, Work(clock), out), torch.ones(3, 2, requires_grad=True)
+    made = model(x).square().sum()
+    assert clock.slept == [0.5]  # of 1.5, one was computed
     torch.autograd.grad(made, [x], retain_graph=True)
-    assert slept == [0.75] * 2
-    torch.autograd.grad(made, [norm.weight])
-    assert slept == [0.75] * 3
+    assert clock.slept == [0.5, 1.25]
+    torch.autograd.grad(made, [norm.weight], retain_graph=True)
+    assert sum(clock.slept[2:]) == 1.25  # the hook computes again
+    before_s = clock.now_s
+    torch.autograd.grad(made, [x, norm.weight])
+    assert clock.now_s - before_s == 3.0
+    clock.now_s += 100.0
+    model(x)
+    assert clock.slept[-1] == 0.5
 
 
 def test_first_weights_and_batches_do_not_depend_on_who_asks() -> None:
