@@ -113,7 +113,7 @@ def test_more_memory_than_there_is_is_reported(
 
 def test_devices_are_counted_among_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b,GPU-c")
-    monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 2)
+    monkeypatch.setattr("bireme.devices.num_accelerators", lambda: 2)
     set_limits("", "2,0", "")
     assert os.environ[VISIBLE] == "GPU-c,GPU-a"
 
@@ -147,7 +147,7 @@ def test_the_command_prints_a_unit_with_its_options(
     for name in (MEMORY_VARIABLE, RATE_VARIABLE):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b")
-    monkeypatch.setattr("bireme.machines.lending.num_accelerators", lambda: 1)
+    monkeypatch.setattr("bireme.devices.num_accelerators", lambda: 1)
     token = str(AdmissionToken("0" * 64, "0" * 32))
     limits = "--devices 1 --memory 8GiB --rate 50Mbit/s --hours 20-8"
     options = ["--token", token, *limits.split()]

@@ -222,7 +222,7 @@ def test_what_is_wrong_with_this_machine_is_named(
 ) -> None:
     monkeypatch.setenv(HOME, str(tmp_path))
     monkeypatch.setattr(own_machine, attribute, value)
-    monkeypatch.setattr(own_machine, "num_accelerators", lambda: 0)
+    monkeypatch.setattr("bireme.devices.num_accelerators", lambda: 0)
     assert any(sentence in one.line for one in check_machine(OWN))
 
 

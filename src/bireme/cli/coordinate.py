@@ -293,7 +293,7 @@ def join(
     given = AdmissionToken.parse(token) if token else None
     named = address_of(coordinator) if coordinator else None
     if not service:
-        serve_from_here("bireme.train.launched_process", "bireme.cli.train")
+        serve_from_here("bireme.train.attendance")  # which needs no torch
         from bireme.train.joined_processes import get_ready
 
         get_ready()  # the server imports the rest while this process calls the coordinator
@@ -399,7 +399,7 @@ def doctor(other: str = "", token: str = "", listen: str = "", as_json: bool = F
     from bireme import __version__
     from bireme.machines.line import check_line
     from bireme.machines.own_machine import MachineFacts, check_machine
-    from bireme.runtime.stores import KEY
+    from bireme.wire.listener import KEY
 
     own = MachineFacts.own(__version__)
     if listen:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from bireme.bounds import bytes_of, bytes_per_s_of, bytes_text
 from bireme.cluster.machine import MEMORY_VARIABLE, available_bytes
-from bireme.devices import VISIBLE, num_accelerators
 from bireme.errors import BiremeError, tell
 from bireme.machines.keys import HOME
 from bireme.wire.listener import RATE_VARIABLE
@@ -26,7 +25,6 @@ LEAST_MEMORY_BYTES = 1 << 30
 """With less, a machine takes no part."""
 _KEPT = (
     HOME,
-    VISIBLE,
     MEMORY_VARIABLE,
     RATE_VARIABLE,
     "BIREME_ADDRESS",
@@ -93,6 +91,8 @@ def set_limits(memory: str, devices: str, rate: str) -> None:
 
 
 def _choose_devices(text: str) -> None:
+    from bireme.devices import VISIBLE, num_accelerators
+
     words = [] if text == NO_DEVICES else text.split(",")
     if not all(word.isdecimal() for word in words) or len({*words}) < len(words):
         raise BiremeError(
@@ -105,7 +105,7 @@ def _choose_devices(text: str) -> None:
         there = [name for name in before.split(",") if name]
         names = [there[int(word)] for word in words if int(word) < len(there)]
     os.environ[VISIBLE] = ",".join(names)
-    num_found = num_accelerators()
+    num_found = num_accelerators() if words else 0
     if num_found < len(words):
         raise BiremeError(
             f"--devices is {text!r}, and this machine has {num_found or 'none'} of these GPUs. "
@@ -120,7 +120,9 @@ def service_unit(where: str, words: Sequence[str]) -> str:
     """The unit for `bireme join WORDS…`, of this user, from this folder, with this Python and environment.
     Call it before `set_limits`, which changes the environment.
     """
-    kept = [f"{name}={os.environ[name]}" for name in _KEPT if name in os.environ]
+    from bireme.devices import VISIBLE
+
+    kept = [f"{name}={os.environ[name]}" for name in (VISIBLE, *_KEPT) if name in os.environ]
     command = (sys.executable, "-m", "bireme", "join", *words)
     lines = [
         "[Unit]",

@@ -4,15 +4,15 @@ import platform
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
+from bireme.bounds import counted
 from bireme.cluster.machine import available_bytes, host_name, num_cores
-from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, printable
 from bireme.files import free_bytes
 from bireme.machines.findings import Finding, fails, note, well
@@ -23,6 +23,8 @@ _LEAST_DISK_BYTES, _LEAST_SHARED_BYTES = 5 << 30, 64 << 20
 _LEAST_FILES = 1024
 _SHARED = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")
+_OF_GPUS = (_DRIVER, Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""A Linux machine with a GPU that torch computes on has one of these files."""
 _MOST_TEXT = 100
 
 
@@ -36,9 +38,9 @@ class MachineFacts:
     bireme: str
 
     @classmethod
-    def own(cls, version: str) -> "MachineFacts":
+    def own(cls, bireme: str) -> "MachineFacts":
         """Those of this machine, with that version of Bireme."""
-        return cls(host_name(), platform.python_version(), torch.__version__, version)
+        return cls(host_name(), platform.python_version(), version("torch"), bireme)
 
     @classmethod
     def read(cls, words: object) -> "MachineFacts":
@@ -104,17 +106,29 @@ def _room() -> Iterator[Finding]:
 
 
 def _devices() -> Finding:
-    if count := num_accelerators():
-        names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(count)}))
-        return well("devices", f"{count} GPU{'s' if count > 1 else ''}: {names}")
-    built_for = torch.version.cuda or torch.version.hip
-    if built_for and _DRIVER.exists():
+    if names := gpu_names():
+        count = counted(len(names), "GPU")
+        return well("devices", f"{count}: {', '.join(sorted({*names}))}")
+    if not _DRIVER.exists():
+        return well("devices", "no GPU; ranks compute on the CPU")
+    import torch
+
+    if built_for := torch.version.cuda or torch.version.hip:
         return fails(
             "devices",
             f"there is a driver for GPUs, and torch, which is built for CUDA {built_for}, finds no GPU.",
             "Compare the CUDA version of `nvidia-smi`: install a newer driver, or a torch for an older CUDA.",
         )
-    if _DRIVER.exists():
-        remedy = "Install a torch that is built for the GPU (pytorch.org)."
-        return note("devices", "there is a driver for GPUs, and this torch is for CPUs only.", remedy)
-    return well("devices", "no GPU; ranks compute on the CPU")
+    remedy = "Install a torch that is built for the GPU (pytorch.org)."
+    return note("devices", "there is a driver for GPUs, and this torch is for CPUs only.", remedy)
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The GPUs of this machine that ranks may use. It imports torch only if there may be one."""
+    if sys.platform == "linux" and not any(path.exists() for path in _OF_GPUS):
+        return ()
+    import torch
+
+    from bireme.devices import num_accelerators
+
+    return tuple(map(torch.cuda.get_device_name, range(num_accelerators())))

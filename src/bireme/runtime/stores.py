@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch.distributed as dist
 
 from bireme.errors import BiremeError, first_line
-from bireme.wire.listener import call_port, interface_of, new_key, open_port, own_address
+from bireme.wire.listener import KEY, call_port, interface_of, new_key, open_port, own_address
 from bireme.wire.messages import MessageConnection
 from bireme.wire.text_server import MOST_BYTES, Client, TextServer
 
@@ -35,8 +35,6 @@ else:
     from torch.distributed import Store as Store
     from torch.distributed import TCPStore as TCPStore
 
-KEY = "BIREME_KEY"
-"""The environment variable with the key of a run whose processes were started by something else."""
 _CONNECT_S = 3.0
 """How long one try to reach the server may take."""
 _AGAIN_S = 0.1

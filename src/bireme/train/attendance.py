@@ -19,10 +19,7 @@ from itertools import accumulate, takewhile
 from types import FrameType
 from typing import Any
 
-import torch
-
 from bireme.cluster.machine import available_bytes, num_cores
-from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, Tell, system_reason
 from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
@@ -40,10 +37,10 @@ from bireme.machines.line import (
 )
 from bireme.machines.measured_lines import MeasuredLine, variable_of
 from bireme.machines.orders import ORDERS, MachineOffer, MachineOrders, run_name
-from bireme.machines.own_machine import MachineFacts
+from bireme.machines.own_machine import MachineFacts, gpu_names
 from bireme.runtime.copies.folder_server import FolderServer
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
-from bireme.train.export import exported_step
+from bireme.train.folder import exported_step
 from bireme.train.joined_processes import JoinedProcesses
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S, _LOOK_S = 1.0, 0.1, 2.0, 5.0, 30.0
@@ -148,8 +145,7 @@ class Attendance(Interruptible):
         self._next_call_s, self._num_calls, self._is_silent = 0.0, 0, False
         self._elsewhere: tuple[str, ...] = ()
         """Addresses of the run's machines, at one of which the coordinator may be started again."""
-        names = [torch.cuda.get_device_name(number) for number in range(num_accelerators())]
-        self.offer = MachineOffer(secrets.token_hex(8), num_cores(), available_bytes(), tuple(names), 1)
+        self.offer = MachineOffer(secrets.token_hex(8), num_cores(), available_bytes(), gpu_names(), 1)
         self._reserve()
         self._lines = list[tuple[int, str, str]]()
         """That the coordinator has not got yet."""

@@ -32,7 +32,7 @@ from bireme.machines.orders import (
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.train.attendance import INTERRUPTED, Attendance, Interruptible, Out, note_coordinator
-from bireme.train.export import exported_step
+from bireme.train.folder import exported_step
 from bireme.train.joined_processes import get_ready, runs_folder
 from bireme.train.run_machines import fetch_folder
 

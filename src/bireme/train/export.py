@@ -27,12 +27,11 @@ from bireme.runtime.snapshot import NamedTensors
 from bireme.train.checkpoint.checkpoint import Checkpoint
 from bireme.train.checkpoint.manifest import TensorEntry
 from bireme.train.checkpoint.shard import element_bytes, tensor_entry, write_tensors
-from bireme.train.folder import RunFolder
+from bireme.train.folder import ABOUT, RunFolder, exported_step
 from bireme.train.resume_checks import BaseWeights, base_of_checkpoint, names_in_base
 from bireme.train.run_file import RunFile
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-ABOUT = "bireme.json"
 
 
 class NewestWeights(NamedTensors, ExitStack):
@@ -69,23 +68,6 @@ class NewestWeights(NamedTensors, ExitStack):
         key = self._keys[name]
         found = self._base[name] if self._base is not None and key not in self._saved else self._saved[key]
         return plain(found, self._states[name])
-
-
-def exported_step(folder: Path) -> int | None:
-    """The step of the checkpoint whose model is in a folder; None where there is none."""
-    return _number_of(folder, "step")
-
-
-def exported_length(folder: Path) -> int | None:
-    """The tokens of the samples that the model in a folder was trained on, if the folder has the number."""
-    return _number_of(folder, "length")
-
-
-def _number_of(folder: Path, key: str) -> int | None:
-    try:
-        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[key])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 def has_ended(run: RunFile, folder: RunFolder, step: int) -> bool:

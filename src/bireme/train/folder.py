@@ -4,6 +4,7 @@ The record is one file with a copy of every file that a resume reads, sealed wit
 after them. So after a power cut the files are those of one start: of the last one, or of the one before.
 """
 
+import json
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ from bireme.train.run_file import (
     with_paths_within,
 )
 
+ABOUT = "bireme.json"
+"""The file beside an exported model that describes it."""
 _RECORD_KEY = "record_sha256"
 _MOST_CHANGES = 3
 """Keys of `run.toml` that a sentence lists."""
@@ -358,3 +361,23 @@ def _settings(table: Mapping[str, Any], beginning: str = "") -> Iterator[tuple[s
             yield from _settings(value, f"{beginning}{name}.")
         else:
             yield f"{beginning}{name}", value
+
+
+# A folder with an exported model.
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step of the checkpoint whose model is in a folder; None where there is none."""
+    return _number_of(folder, "step")
+
+
+def exported_length(folder: Path) -> int | None:
+    """The tokens of the samples that the model in a folder was trained on, if the folder has the number."""
+    return _number_of(folder, "length")
+
+
+def _number_of(folder: Path, key: str) -> int | None:
+    try:
+        return int(json.loads((folder / ABOUT).read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.machines.keys import key_path
@@ -31,9 +29,9 @@ from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.fork_server import take_environment
 from bireme.runtime.processes import Process, preload, start_process
-from bireme.runtime.stores import KEY
 from bireme.train.folder import RunFolder
 from bireme.train.run_file import RunFile, load_run_file, to_toml
+from bireme.wire.listener import KEY
 
 SOCKET = "BIREME_ATTENDANCE"
 _IMPORTED = ("bireme.train.launched_process", "bireme.cli.train")
@@ -312,6 +310,8 @@ def _train(talk: Connection, variables: dict[str, str], words: list[str], is_att
     """Be a process of a phase: `bireme WORDS…` with these variables. If it `is_attended`, it may ask the
     `bireme join` that has started it.
     """
+    import torch  # which the server has imported, and the command has not
+
     os.setsid()  # a signal of the terminal comes once, passed on
     take_environment(variables)
     if is_attended:

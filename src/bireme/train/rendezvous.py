@@ -24,13 +24,14 @@ from bireme.errors import BiremeError
 from bireme.files import path_within
 from bireme.machines.orders import phase_of
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.runtime.stores import KEY, PrefixStore, Store, part_of
+from bireme.runtime.stores import PrefixStore, Store, part_of
 from bireme.runtime.world import number_of, store_of_starter
 from bireme.sync.coordinator.samples import CoordinatorSettings
 from bireme.train.folder import RunFolder
 from bireme.train.rank_part import RunStart
 from bireme.train.run_data import Census
 from bireme.train.run_file import RunFile
+from bireme.wire.listener import KEY
 
 # What rank 0 tells the processes that a launcher has started, once it has made a run ready.
 

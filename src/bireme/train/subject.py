@@ -27,8 +27,7 @@ from bireme.runtime.message_format import TensorSpec
 from bireme.runtime.token_line import SCORES, ModelPart, Tensors
 from bireme.runtime.world import World
 from bireme.train.checkpoint.checkpoint import Checkpoint, Holders, newest_good, open_checkpoint
-from bireme.train.export import ABOUT, exported_length, exported_step
-from bireme.train.folder import RunFolder
+from bireme.train.folder import ABOUT, RunFolder, exported_length, exported_step
 from bireme.train.model import RunModel, folder_weights, with_rest
 from bireme.train.rendezvous import Announcements
 from bireme.train.resume_checks import base_of_checkpoint, check_same_base

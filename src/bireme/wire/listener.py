@@ -45,6 +45,10 @@ _TRIES, _AGAIN_S = 5, 0.05
 _LOOK_S = 0.5
 _HUNG_UP = "the listener has hung up: it is of another run, or closes"
 
+KEY = "BIREME_KEY"
+"""The environment variable with the key of a run whose processes were started by something else."""
+HEAL_SHARE = 0.25
+"""The share of a link's time that state for another replica, or for its second copy, may take."""
 RATE_VARIABLE = "BIREME_RATE"
 """The environment variable with the most bytes a second to send over each line that leaves the host."""
 _SO_MAX_PACING_RATE, _MOST_RATE = 47, 2**32 - 2

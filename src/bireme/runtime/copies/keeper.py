@@ -33,9 +33,8 @@ from bireme.runtime.copies.versions import (
     newest_common,
     whole_message,
 )
-from bireme.runtime.exchange.for_others import HEAL_SHARE
 from bireme.runtime.processes import Process, start_process
-from bireme.wire.listener import Caller, Doorway, ListenerThread, call, new_key
+from bireme.wire.listener import HEAL_SHARE, Caller, Doorway, ListenerThread, call, new_key
 from bireme.wire.messages import MessageConnection
 
 _MOST_MESSAGE_BYTES = CHUNK_BYTES + 64

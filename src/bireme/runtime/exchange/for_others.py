@@ -14,6 +14,7 @@ from bireme.runtime.exchange.rounds import PLACES, RoundLine, RoundSum
 from bireme.runtime.snapshot import Snapshot
 from bireme.sync.coordinator.messages import CoordinatorReply, Window
 from bireme.sync.rounds.contribution import Summed
+from bireme.wire.listener import HEAL_SHARE
 
 KEPT_BYTES = 1 << 30
 """Sums of batches that replicas which are late may still ask for take at most this, except for a few."""
@@ -24,8 +25,6 @@ MOST_FOR_MEMBERS = MOST_BEHIND + 4
 """Sums of batches kept for members that are late. A member that lacks an older one starts again; a few more
 are kept because it may have asked a moment ago.
 """
-HEAL_SHARE = 0.25
-"""The share of a link's time that a snapshot for another replica may take."""
 _MOST_ROUNDS = 8
 """That many batches after the one before which a snapshot was due, it will not come any more."""
 _LOOK_S = 0.5
