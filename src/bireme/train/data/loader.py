@@ -226,9 +226,8 @@ class _Ahead:
         batches: Iterator[PartlyRead] | None = None
         try:
             batches = self._source(lambda: not self._is_closed)
-            for batch in batches:
-                if not self._keep(batch):
-                    break
+            while self._has_room() and (batch := next(batches, None)) is not None:
+                self._keep(batch)
         except BaseException as error:  # raised in the thread that waits for the batch
             self._error = error
         finally:
@@ -239,9 +238,15 @@ class _Ahead:
                 self._has_ended = True
                 self._changed.notify_all()
 
-    def _keep(self, batch: PartlyRead) -> bool:
+    def _has_room(self) -> bool:
+        """Wait until another result is to be made; False if none is any more. A result made earlier would hold
+        memory, and the samples of a batch that is asked for early are assigned without a replica that joins.
+        """
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._most_ready or self._is_closed)
+            return not self._is_closed
+
+    def _keep(self, batch: PartlyRead) -> None:
+        with self._changed:
             self._ready.append(batch)
             self._changed.notify_all()
-            return not self._is_closed
