@@ -16,6 +16,7 @@ from bireme.train.data.loader import RankBatches
 from bireme.train.data.placing import Order
 from bireme.train.data.samples import Batch, Samples, Tokens
 from bireme.train.data.source import OwnSamples
+from bireme.train.replica import DealtBatches
 from tests.support.extent import examples
 from tests.support.whole_batches import WholeBatches
 
@@ -97,6 +98,25 @@ def test_no_more_is_made_ahead_than_was_asked() -> None:
         assert caught_up.wait(10)
         assert not threading.Event().wait(0.05)
         assert len(made) == 3  # one given, two ready
+
+
+def test_a_replica_asks_for_the_samples_of_one_batch_ahead_so_that_one_that_joins_has_a_part_soon() -> None:
+    asked: list[int] = []
+    came = threading.Event()
+
+    def deal(batch: int) -> list[range]:
+        asked.append(batch)
+        if len(asked) == 2:
+            came.set()
+        return [range(batch, batch + 1)]
+
+    order = Order(len(SAMPLES))
+    with DealtBatches(SAMPLES, order, 4, num_batches=9, prefetch=4, deal=deal) as loader:
+        running = iter(loader)
+        next(running)
+        assert came.wait(10)
+        assert not threading.Event().wait(0.05)
+        assert asked == [0, 1]
 
 
 def test_an_error_comes_where_its_batch_was_due_and_names_the_sample() -> None:

@@ -34,6 +34,7 @@ from bireme.train.checkpoint.manifest import CheckpointMeta
 from bireme.train.checkpoint.writer import CheckpointWriter
 from bireme.train.data.loader import SEED_FACTOR, SEED_LIMIT, RankBatches
 from bireme.train.data.placing import Numbers
+from bireme.train.data.samples import Samples
 from bireme.train.data.workers import Task
 from bireme.train.outcome import Outcome, Reason, Stops
 from bireme.train.run_file import RunFile
@@ -196,21 +197,32 @@ class Replica(MortalReplica):
         return DealtBatches(*words, deal=self.deal, **more)
 
 
+PREFETCH = 1
+"""Batches that are read ahead of the pipeline at most if that takes no time, or if replicas average weights.
+A replica that joins has no part in those that were assigned before, and at the end of a window the others
+wait for what a slow replica was assigned.
+"""
+
+
 class DealtBatches(RankBatches):
     """Batches of the samples that are assigned to a replica; `deal` waits until they are, or gives None where
-    there are no more in this iteration. `private` gives the private samples that come after them.
+    there are no more in this iteration. `private` gives the private samples that come after them. Of quick
+    samples no more than `PREFETCH` batches are read ahead.
     """
 
     keeps_workers = True
 
     def __init__(
         self,
+        samples: Samples,
         *words: Any,
         deal: Callable[[int], Sequence[range] | None],
         private: Callable[[int], Numbers] | None = None,
+        prefetch: int = PREFETCH,
         **more: Any,
     ) -> None:
-        super().__init__(*words, **more)
+        ahead = min(prefetch, PREFETCH) if samples.is_quick else prefetch
+        super().__init__(samples, *words, prefetch=ahead, **more)
         self._deal, self._private = deal, private
 
     def _tasks(self) -> Iterator[Task]:
@@ -339,9 +351,6 @@ _MOST_BATCHES = 1 << 40
 """Of a window; it ends where no more are assigned."""
 _STEP = "averaging/step"
 """Under this name a replica's first rank says in the store of the replica which step the run is at."""
-PREFETCH = 1
-"""Batches that are read ahead of the pipeline at most: what a slow replica has been assigned, the others wait
-for at the end of a window."""
 
 
 @dataclass(frozen=True, slots=True)
