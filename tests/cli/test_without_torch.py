@@ -28,6 +28,7 @@ MODULES = [
     "bireme.report.picture",
     "bireme.report.profile_table",
     "bireme.report.terminal",
+    "bireme.train.attendance",  # so that `bireme join` calls at once
     "bireme.train.run_file.tables",
     "bireme.train.run_file",
     "tests.conftest",  # of the process that gives the workers of the suite their tests

@@ -226,6 +226,20 @@ def test_what_is_wrong_with_this_machine_is_named(
     assert any(sentence in one.line for one in check_machine(OWN))
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_gpus_are_asked_for_where_linux_shows_one(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "kfd"
+    if is_there:
+        file.touch()
+    monkeypatch.setattr(own_machine, "_OF_GPUS", (file,))
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("bireme.devices.num_accelerators", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", "GPU {}".format)
+    assert own_machine.gpu_names() == (("GPU 0", "GPU 1") if is_there else ())
+
+
 def test_the_command_has_a_document_and_three_exit_statuses(
     listener: tuple[str, int],
     capsys: pytest.CaptureFixture[str],
