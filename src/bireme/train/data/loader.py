@@ -239,7 +239,7 @@ class _Ahead:
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Wait until another result is to be made; False if none is any more. A result made earlier would hold
+        """Wait until another result is to be made; False if none is any more. A result made earlier holds
         memory, and the samples of a batch that is asked for early are assigned without a replica that joins.
         """
         with self._changed:
