@@ -156,9 +156,11 @@ class StageFunction:
         With a `seed` every unit draws from a stream of its own, which depends on the seed and on the unit's
         place in the model alone, and the state of torch's generator is left as it was.
         """
-        given = [parameters[name] for name in self.parameters]
-        given += [buffers[name] for name in self.buffers]
-        given += [inputs[name] for name in self._given]
+        given = [
+            *map(parameters.__getitem__, self.parameters),
+            *map(buffers.__getitem__, self.buffers),
+            *map(inputs.__getitem__, self._given),
+        ]
         where = device or (given[0].device if given else torch.device("cpu"))
         run = self._built.get(where) or self._build(where)
         if seed is None or not self.is_random:

@@ -369,8 +369,8 @@ class GradientPool:
         self._of_batch: dict[int, GradientSums] = {}
         """The sums of the batches under way."""
         self._lending = _Lending()
-        self._hooked: list[Mapping[str, Tensor]] = []
-        """The leaves that have hooks, of every bank."""
+        self._hooked: dict[int, Mapping[str, Tensor]] = {}
+        """The leaves that have hooks, of every bank, by their identity."""
         self._num_sets = 0
         self._set_bytes = sum(parameter_group.num_bytes for parameter_group in self._parameter_groups)
 
@@ -416,8 +416,8 @@ class GradientPool:
         if sums.parts is not None:
             sums.parts.take()
         lending = self._lending
-        if not any(known is leaves for known in self._hooked):
-            self._hooked.append(leaves)
+        if id(leaves) not in self._hooked:
+            self._hooked[id(leaves)] = leaves
             for name in sums.views:
                 leaves[name].register_post_accumulate_grad_hook(partial(lending.come, name))
         lending.sums, lending.leaves, lending.arrivals = sums, leaves, arrivals

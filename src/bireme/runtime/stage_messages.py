@@ -90,10 +90,11 @@ class _Outgoing:
 
     def room(self, wire_format: WireFormat) -> OutgoingMessage | None:
         """Room whose last message has gone, if there is any of that format."""
-        found = next((parcel for parcel in self.free if parcel.wire_format is wire_format), None)
-        if found is not None:
-            self.free.remove(found)
-        return found
+        for place, parcel in enumerate(self.free):
+            if parcel.wire_format is wire_format:
+                del self.free[place]
+                return parcel
+        return None
 
 
 @dataclass(eq=False)
