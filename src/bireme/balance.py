@@ -349,7 +349,7 @@ class SlowStage:
     """A rank that takes `times` as long for its stages as it should, compared with the others of its replica.
 
     A new cut could save up to the part `saves` of a batch's time: what all the replica's devices could do if
-    each were busy all the time.
+    each were busy all the time. `device` is the name of its device, if that is known.
     """
 
     rank: int
@@ -357,15 +357,18 @@ class SlowStage:
     pipeline_rank: int
     times: float
     saves: float
+    device: str = ""
 
 
 class StageWatch:
     """Watches the ranks of all replicas. `expected_s[rank]` are the seconds that a rank should take for a
-    sample, in any unit that all ranks of a replica share.
+    sample, in any unit that all ranks of a replica share. `devices` are their names.
     """
 
-    def __init__(self, expected_s: Sequence[float], num_pipeline_ranks: int) -> None:
-        self._expected_s = expected_s
+    def __init__(
+        self, expected_s: Sequence[float], num_pipeline_ranks: int, devices: Sequence[str] = ()
+    ) -> None:
+        self._expected_s, self._devices = expected_s, devices
         self._per_replica = num_pipeline_ranks
         self._recent: list[deque[float]] = [deque(maxlen=LONG) for _ in expected_s]
         self.slow: dict[int, SlowStage] = {}
@@ -398,4 +401,5 @@ class StageWatch:
         expected_s = [self._expected_s[one] for one in ranks]
         slowest_s = max(usual[one] * self._expected_s[one] for one in ranks)
         even_s = sum(expected_s) / sum(1 / usual[one] for one in ranks)
-        return SlowStage(rank, replica, pipeline_rank, times, max(0.0, 1 - even_s / slowest_s))
+        device = self._devices[rank] if self._devices else ""
+        return SlowStage(rank, replica, pipeline_rank, times, max(0.0, 1 - even_s / slowest_s), device)

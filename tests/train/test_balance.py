@@ -155,6 +155,7 @@ def test_a_new_phase_plans_with_the_speeds_that_the_run_has_found(tmp_path: Path
     notes = ReplicaNotes(watch, tell, may_replan=False, is_weighed=True)
     result: Any = SimpleNamespace(shares=(4, 4), batch=7, busy_s=[0.1, 0.2, 0.1, 0.8])
     said = [text for _ in range(slow_stage.LONG) if (text := notes.note(result, plan.source))]
+    assert said[0].startswith(f"Stage 1 on {plan.process_devices[3]} (replica 1, rank 3) takes ")
     assert said[0].endswith("is weighed once that has lasted for elastic.patience_s.")
     before = cluster_of(1, 0.5, 1, 1)
     speeds = [one.device.speed for one in as_slow_as_found(cluster, before, plan, log).devices()]

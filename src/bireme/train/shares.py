@@ -65,7 +65,7 @@ def stage_watch_of(plan: Plan, cluster: Cluster, sample_s: Sequence[float] | Non
         for replica in range(plan.width)
         for rank, row in enumerate(plan.rank_devices)
     ]
-    return StageWatch(expected_s, len(ranks)) if min(expected_s) > 0 else None
+    return StageWatch(expected_s, len(ranks), plan.process_devices) if min(expected_s) > 0 else None
 
 
 class ReplicaNotes:
@@ -110,9 +110,10 @@ class ReplicaNotes:
 
 
 def _text(slow: SlowStage, source: ProgramSource, how: str) -> str:
-    """Which stage is slow and by how much, what a new plan would give, and how to have one."""
+    """Which stage is slow, where and by how much, what a new plan would give, and how to have one."""
     stages = " and ".join(map(str, source.stages_of(slow.pipeline_rank)))
-    what = f"Stage {stages} of replica {slow.replica} (rank {slow.rank}) takes {slow.times:.1f} times as long"
+    where = f"on {slow.device} (replica {slow.replica}, rank {slow.rank})"
+    what = f"Stage {stages} {where} takes {slow.times:.1f} times as long"
     gain = f"a new plan could save up to {slow.saves:.0%} of a step's time"
     return f"{what} as planned, compared with the other stages: {gain}. It {how}."
 
