@@ -311,6 +311,19 @@ def test_a_machine_whose_line_breaks_while_it_is_checked_calls_again(
     assert said[1].endswith("nothing has come for 5 s. This machine calls again.")
 
 
+def test_who_joins_with_another_torch_or_python_reads_that_results_may_differ(meeting: Meeting) -> None:
+    """Only `bireme doctor` said it."""
+    said: list[str] = []
+    facts = replace(FACTS, torch="2.0.1", python="3.10.4")
+    blue = Attendance(meeting.address, BLUE, OWN.public, facts, "blue", said.append, lambda *_: None)
+    assert not failures(blue.call(meeting.token()))
+    assert [text.partition(" here, ")[0] for text in said] == [
+        "versions: torch 2.0.1",
+        "versions: Python 3.10.4",
+    ]
+    assert said[0].endswith("Results may differ in the last bits; use one version if in doubt.")
+
+
 def test_a_machine_that_was_admitted_is_known_though_a_check_of_its_line_fails(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

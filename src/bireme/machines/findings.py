@@ -30,7 +30,12 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding as one line."""
-        return f"{self.verdict.value:5} {self.check}: {self.text}{f' {self.remedy}' if self.remedy else ''}"
+        return f"{self.verdict.value:5} {self.sentence}"
+
+    @property
+    def sentence(self) -> str:
+        """The finding with its remedy."""
+        return f"{self.check}: {self.text}{f' {self.remedy}' if self.remedy else ''}"
 
     def document(self) -> dict[str, Any]:
         """For JSON."""

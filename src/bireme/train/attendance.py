@@ -191,8 +191,9 @@ class Attendance(Interruptible):
             self._wake.wait(min(s, _LOOK_S))
 
     def call(self, secret: str = "") -> list[Finding]:
-        """Call the coordinator for the first time, be admitted, and check the line; returns the findings. The
-        last one is the failure, if it fails. Raises a `BiremeError` if the coordinator refuses this machine.
+        """Call the coordinator for the first time, be admitted, and check the line; returns the findings, of
+        which it prints the notes. The last one is the failure, if it fails. Raises a `BiremeError` if the
+        coordinator refuses this machine.
         """
         found = list[Finding]()
         for calls_left in reversed(range(0 if self._is_ended else _NUM_CALLS)):
@@ -212,6 +213,9 @@ class Attendance(Interruptible):
             self._wake.wait(_AGAIN_S)
             if self._is_ended:
                 return []
+        for one in found:
+            if one.verdict == Verdict.NOTE:
+                self._tell(one.sentence)
         told = {one.check: one.text for one in found}
         measured = [told[check] for check in ("latency", "bandwidth") if check in told]
         self.offer = replace(self.offer, line=", ".join(measured)[:400], measured=MeasuredLine.of(found))
@@ -584,5 +588,4 @@ class Attendance(Interruptible):
 
 def failures(findings: Sequence[Finding]) -> list[str]:
     """The sentences of what will fail."""
-    failing = [one for one in findings if one.verdict == Verdict.FAILS]
-    return [f"{one.check}: {one.text}{f' {one.remedy}' if one.remedy else ''}" for one in failing]
+    return [one.sentence for one in findings if one.verdict == Verdict.FAILS]
