@@ -17,12 +17,12 @@ from bireme.model.convert import dtype_name
 from bireme.model.graph import Graph, ModelState
 from bireme.model.sources import load_source
 from bireme.model.units import units_of
-from bireme.profile import measuring, profiler
+from bireme.profile import measuring, profiler, timing
 from bireme.profile.optimizers import OPTIMIZERS, optimizer_bytes
 from bireme.profile.profile import Profile, UnitCost, UnitProfile
 from bireme.profile.profiler import profile
 from bireme.profile.stages import stage_cost
-from bireme.profile.timing import Effort
+from bireme.profile.timing import Effort, time_benches
 from bireme.runtime import settings as engine
 from tests.support.graphs import captured_once
 from tests.support.tiny_profiles import CPU, LAPTOP, LITTLE, Bench, gpt, mean_square
@@ -274,6 +274,32 @@ def test_progress_goes_forward_from_nothing_to_all(bench: Bench) -> None:
 def test_what_cannot_be_profiled_is_refused_in_one_sentence(run: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(BiremeError, match=sentence):
         run()
+
+
+@pytest.mark.parametrize(
+    ("round_s", "num_rounds"), [(0.01, 2 + 60), (0.1, 2 + 8), (0.5, 2 + 3), (5.0, 1 + 3)]
+)
+def test_units_that_take_long_are_run_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, round_s: float, num_rounds: int
+) -> None:
+    """Nine rounds of each size took minutes for a model of 100 million parameters."""
+    clock, rounds = [0.0], list[int]()
+
+    class Stopwatch:
+        def __init__(self, *_: object) -> None:
+            self.laps = dict[str, Any]()
+
+        def run(self) -> None:
+            clock[0] += round_s
+            rounds.append(1)
+
+        def seconds(self) -> None:
+            pass
+
+    monkeypatch.setattr(timing, "_Stopwatch", Stopwatch)
+    monkeypatch.setattr(timing, "perf_counter", lambda: clock[0])
+    time_benches([object()], Effort(), halves=False)  # type: ignore[list-item]  # which nothing reads
+    assert len(rounds) == num_rounds
 
 
 def test_the_units_of_a_profile_are_those_of_the_graph() -> None:

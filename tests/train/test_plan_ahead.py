@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import save_cluster
 from bireme.profile.profile import Profile, save_profile
 from bireme.profile.profiler import profile
-from bireme.train.captured_run import CapturedRun, micro_batches, shares_by_speed
+from bireme.train.captured_run import CapturedRun, micro_batches, quickly_measured, shares_by_speed
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
 from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead, sizes_before
@@ -112,6 +113,12 @@ def test_devices_of_two_speeds_may_share_a_batch_by_their_speed() -> None:
     assert shares_by_speed(16, [1.0, 0.9, 1.0, 1.0]) == set()
     assert shares_by_speed(16, [3.0, 2.0, 1.0]) == set()
     assert shares_by_speed(2, [1.0, 1.0, 0.2]) == set()
+
+
+def test_a_processor_measures_no_micro_batch_that_computes_for_long() -> None:
+    for flops, sizes in ((1e6, [1, 2, 4, 8, 16]), (5e9, [1, 2, 4]), (1e12, [1, 2])):
+        graph = SimpleNamespace(batch=2, operators=[SimpleNamespace(flops=flops * share) for share in (1, 2)])
+        assert quickly_measured([1, 2, 4, 8, 16], graph) == sizes  # type: ignore[arg-type]  # what is read
 
 
 @pytest.mark.slow

@@ -201,7 +201,9 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to measure: rounds that do not count, then at least and at most so many, and a limit."""
+    """How hard to measure: rounds that do not count, then at least and at most so many, and a limit. Rounds
+    that take much longer than the limit are fewer.
+    """
 
     num_warmup: int = 2
     num_least: int = 7
@@ -214,6 +216,9 @@ class Effort:
         if not self.seconds_per_unit > 0:
             raise BiremeError(f"A unit is measured for {self.seconds_per_unit} s; it must be more than 0.")
 
+
+_FEWEST, _LONG = 3, 2.0
+"""Rounds that are enough once they have taken so many times as long as the limit: they vary little."""
 
 BRIEF = Effort(num_warmup=1, num_least=3, num_most=9, seconds_per_unit=0.05)
 """For what is over soon: medians of a few rounds, which may be several per cent off."""
@@ -228,16 +233,19 @@ def time_benches(
 ) -> list[Seconds]:
     """Measure some benches in turns; `tick` is told after every round which part is done."""
     stopwatches = [_Stopwatch(bench, halves) for bench in benches]
+    limit_s, started = effort.seconds_per_unit * len(benches), perf_counter()
     for _ in range(effort.num_warmup):
         for stopwatch in stopwatches:
             stopwatch.run()
+        if perf_counter() - started > limit_s:
+            break
     for stopwatch in stopwatches:
         stopwatch.laps.clear()
     started = perf_counter()
     for done in range(effort.num_most):
-        late = (perf_counter() - started) / (effort.seconds_per_unit * len(benches))
+        late = (perf_counter() - started) / limit_s
         tick(max(done / effort.num_most, min(done / effort.num_least, late, 1.0)))
-        if done >= effort.num_least and late > 1:
+        if late > 1 and done >= (_FEWEST if late > _LONG else effort.num_least):
             break
         for stopwatch in stopwatches:
             stopwatch.run()

@@ -88,6 +88,19 @@ def micro_batches(run: RunFile) -> list[int]:
     return powers if largest is not None else [size for size in powers if batch % size == 0]
 
 
+_MOST_FLOPS = 2e10
+"""Of the largest operator in a forward on a CPU: what takes a second is no faster per sample if it is larger,
+and takes minutes to measure.
+"""
+
+
+def quickly_measured(sizes: Sequence[int], graph: Graph) -> list[int]:
+    """The sizes to measure on a CPU: at least the two smallest, which divide a batch among any replicas."""
+    flops = max((one.flops for one in graph.operators), default=0.0) / graph.batch
+    smallest = sorted(sizes)[:2]
+    return [size for size in sizes if size in smallest or size * flops <= _MOST_FLOPS]
+
+
 _UNLIKE = 1.5
 """Times as large as the other share one must be to be measured."""
 
@@ -155,12 +168,15 @@ class CapturedRun:
         is_free = run.plan.micro_batch is None and run.plan.microbatches is None
         if is_brief and is_free:
             sizes = sizes[::-2]
+        largest, is_on_cpu = max(sizes), like is None and self.machines.device == "cpu"
+        if is_free and is_on_cpu:
+            sizes = quickly_measured(sizes, self.graph)
         if known and set(sizes) <= set(known):
             sizes = sorted(known)
         elif is_free and run.plan.largest_batch is None:
             speeds = [placed.device.speed for placed in self.machines.cluster.devices()]
             shares = shares_by_speed(run.training.batch_size, speeds)
-            sizes = sorted({*sizes, *(one for one in shares if one <= max(sizes))})
+            sizes = sorted({*sizes, *(one for one in shares if one <= largest)})
         if like is not None:
             found = self.estimated(like, sizes)
         else:
