@@ -135,7 +135,8 @@ def test_a_list_that_was_damaged_is_not_believed(tmp_path: Path, old: str, new: 
 def test_what_is_revoked_must_be_one_thing() -> None:
     found = AdmissionList(tuple(AdmittedMachine(key, "host", 1.0) for key in KEYS[:2]))
     for word, num in (("host", "more than one"), ("guest", "no"), ("", "more than one")):
-        with pytest.raises(BiremeError, match=f"There is {num} machine or token"):
+        listed = rf"only one of them has: host \({KEYS[0][:8]}…\), host \({KEYS[1][:8]}…\)\."
+        with pytest.raises(BiremeError, match=f"There is {num} machine or token .*{listed}"):
             found.marked(word, is_revoked=True)
 
 

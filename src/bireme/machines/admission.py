@@ -110,7 +110,7 @@ class AdmissionList:
         token = next((one for one in self.tokens if one.digest == digest), None)
         known = self._machine(public)
         if known is not None and known.is_revoked:
-            raise BiremeError(f"{known.name} was admitted before, and its key has been revoked.")
+            raise BiremeError(_revoked(known))
         if token is None:
             raise BiremeError("The coordinator has given no such token. Ask it for a new one.")
         if token.is_revoked:
@@ -133,7 +133,7 @@ class AdmissionList:
         if found is None:
             raise BiremeError("This machine is not admitted. Join with a token of the coordinator.")
         if found.is_revoked:
-            raise BiremeError(f"The key of {found.name} has been revoked.")
+            raise BiremeError(_revoked(found))
         return found
 
     def marked(self, word: str, *, is_revoked: bool) -> "AdmissionList":
@@ -144,9 +144,10 @@ class AdmissionList:
         tokens = [one for one in self.tokens if one.digest.startswith(word)]
         if len(machines) + len(tokens) != 1 or not word:
             num = "no" if not machines + tokens else "more than one"
+            listed = ", ".join(f"{one.name} ({one.public[:8]}…)" for one in self.machines)
             raise BiremeError(
                 f"There is {num} machine or token {word!r}. Give a name, or the beginning of a key that only "
-                "one of them has."
+                f"one of them has{f': {listed}' if listed else ''}."
             )
         return replace(
             self,
@@ -164,6 +165,13 @@ class AdmissionList:
 
     def _machine(self, public: str) -> AdmittedMachine | None:
         return next((one for one in self.machines if one.public == public), None)
+
+
+def _revoked(one: AdmittedMachine) -> str:
+    return (
+        f"The key of {one.name} has been revoked. To take part again it must be admitted where the "
+        f"coordinator is: bireme coordinate --admit {one.public[:16]}"
+    )
 
 
 def digest_of(secret: str) -> str:
