@@ -8,9 +8,12 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
 
 from bireme.errors import BiremeError, system_errors
 
+SCRATCH = "BIREME_SCRATCH"
+"""The variable with a folder that another process removes after this one has ended, even if it was killed."""
 _UNCHANGED = "The old content is unchanged."
 
 
@@ -20,6 +23,11 @@ class FileDigest:
 
     num_bytes: int
     sha256: str
+
+
+def scratch_folder() -> TemporaryDirectory[str]:
+    """A folder for a while."""
+    return TemporaryDirectory(dir=os.environ.get(SCRATCH))
 
 
 def path_within(folder: Path, name: str) -> Path:

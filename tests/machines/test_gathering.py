@@ -17,6 +17,7 @@ import pytest
 from bireme import __version__
 from bireme.cli.coordinate import _counts
 from bireme.errors import BiremeError
+from bireme.files import SCRATCH, scratch_folder
 from bireme.machines import line
 from bireme.machines.admission import AdmissionToken, change_admissions, issue_tokens
 from bireme.machines.findings import Finding, fails
@@ -27,7 +28,7 @@ from bireme.machines.measured_lines import MeasuredLine
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseForecast, PhaseProgress
-from bireme.train import attendance
+from bireme.train import attendance, joined_processes
 from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
 from bireme.train.joined_processes import JoinedProcesses
 from bireme.wire.encryption import ALWAYS, VARIABLE
@@ -371,6 +372,27 @@ def test_processes_that_still_start_are_stopped_without_waiting_for_them() -> No
         assert time.monotonic() < ends_s
         time.sleep(0.005)
     assert sent == [signal.SIGTERM]
+
+
+def test_folders_of_processes_that_were_killed_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Ctrl-C while a run was planned left two of them in /tmp."""
+    left = list[Path]()
+
+    def killed(_name: str, _function: object, variables: dict[str, str], *_: object, **__: object) -> None:
+        monkeypatch.setenv(SCRATCH, variables[SCRATCH])
+        folder = scratch_folder()
+        left.append(Path(folder.name))
+        folder._finalizer.detach()  # type: ignore[attr-defined]  # a process that is killed removes nothing
+        raise OSError
+
+    monkeypatch.setattr(joined_processes, "start_process", killed)
+    run = replace(RUN, text='format = 1\n[log]\nname = "run"\nfolder = "runs"\n')
+    orders = MachineOrders(1, 0, 0, 1, 1, "127.0.0.1", 4000, "the key", run)
+    made = JoinedProcesses(orders, lambda *_: None, cast("Any", None), lambda: None, lambda: None)
+    made._starting.join()
+    assert left[0].is_dir()
+    made.close()
+    assert not left[0].exists()
 
 
 def test_machines_measure_the_lines_between_them_before_the_run_begins(

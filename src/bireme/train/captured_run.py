@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from bireme.cluster.device import NO_ENGINE, EngineCost
 from bireme.cluster.machine import num_cores
 from bireme.codec.sum_description import DENSE, parse_sum_codec
 from bireme.errors import BiremeError, Progress
+from bireme.files import scratch_folder
 from bireme.model.graph import Graph
 from bireme.model.units import units_of
 from bireme.plan.penalties import SUMS_TO_TRY
@@ -298,7 +298,7 @@ class ParallelMeasurer:
         own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
         kept = cache_path([*own, *self.circumstances, _rounded(job.message_bytes)], "engines")
         known = cached_figures(kept, EngineCost)
-        with TemporaryDirectory() as folder, _followed(Path(folder, "progress"), progress) as path:
+        with scratch_folder() as folder, _followed(Path(folder, "progress"), progress) as path:
             found = launch(
                 _measure,
                 size,

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
+from bireme.files import SCRATCH
 from bireme.machines.keys import key_path
 from bireme.machines.orders import PHASE, MachineOrders, PhaseReport, run_name
 from bireme.machines.phases import PhaseForecast, PhaseProgress
@@ -79,7 +80,8 @@ class JoinedProcesses:
         """What this phase predicts, once it is ready; only where its rank 0 is."""
         self._keeper, self._kept, self._notice = keeper, kept, notice
         self._goes, self._switches = threading.Event(), False
-        self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-")
+        # Processes that were killed may still end while it is removed.
+        self._scratch = tempfile.TemporaryDirectory(prefix="bireme-join-", ignore_cleanup_errors=True)
         path = Path(self._scratch.name, "run.toml")
         path.write_text(orders.run.text)
         run = load_run_file(path)
@@ -95,7 +97,7 @@ class JoinedProcesses:
         self.since_s = time.monotonic()
         self._readers = list[threading.Thread]()
         self._processes = list[Process]()
-        self._more, self._show, self._answer_work = more or {}, show, answer
+        self._more, self._show, self._answer_work = {SCRATCH: self._scratch.name} | (more or {}), show, answer
         imported = _IMPORTED_FOR_FOLDERS if run.model.source.startswith("hf:") else ()
         # In a thread, because the server may still import, and the coordinator is to hear of this machine.
         self._starting = threading.Thread(target=self._start, args=(words, imported), daemon=True)

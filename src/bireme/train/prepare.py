@@ -10,7 +10,6 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from bireme.cluster.cluster import Cluster
 from bireme.cluster.cluster_file import cluster_hash, read_cluster, save_cluster
 from bireme.cluster.machine import available_bytes, num_cores
 from bireme.errors import BiremeError, Progress, Tell
+from bireme.files import scratch_folder
 from bireme.model.capture import in_evaluation
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash, load_graph, save_graph
@@ -556,7 +556,7 @@ def _plan_ahead(talk: Connection, path: Path, losses: Sequence[AfterLoss]) -> No
     graph, profile = load_graph(folder.graph), load_profile(folder.profile)
     for asked, cluster in losses:
         run = with_model_defaults(asked)
-        with suppress(BiremeError), TemporaryDirectory() as scratch:
+        with suppress(BiremeError), scratch_folder() as scratch:
             if cluster is not None and run.cluster.source is None:
                 file = Path(scratch) / "cluster.toml"
                 save_cluster(cluster, file)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from math import gcd
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from bireme.bounds import ANY
 from bireme.cluster.cluster import Cluster
@@ -18,6 +17,7 @@ from bireme.cluster.cluster_file import cluster_in, load_cluster, read_cluster, 
 from bireme.cluster.machine import num_cores
 from bireme.devices import ACCELERATOR, UNTESTED
 from bireme.errors import BiremeError, Tell
+from bireme.files import scratch_folder
 from bireme.machines.measured_lines import lines_in_variable
 from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan, servers_of_places
@@ -494,7 +494,7 @@ def _planned_anew(
     if begun is not None and begun.is_begun and chooses_batch(run):
         # It keeps the batch that it has chosen.
         run = with_batch_of(run, begun.load_run()).with_keys("plan", largest_batch=None)
-    with progress_bar("preparing") as progress, TemporaryDirectory() as scratch:
+    with progress_bar("preparing") as progress, scratch_folder() as scratch:
         path = Path(scratch) / "cluster.toml"
         if cluster is not None:
             save_cluster(cluster, path)
