@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import ASSUMED_LINK, Card, Cluster, Server
 from bireme.cluster.cluster_file import save_cluster
+from bireme.errors import BiremeError
+from bireme.model.units import units_of
 from bireme.profile.profile import Profile, save_profile
 from bireme.profile.profiler import profile
 from bireme.train.captured_run import CapturedRun, micro_batches, quickly_measured, shares_by_speed
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
-from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead, sizes_before
+from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead, prepare, sizes_before
 from bireme.train.rank_zero_setup import most_replicas, with_kept_mode
 from bireme.train.run_file import load_run_file
 from tests.support.tiny_profiles import gpt
@@ -119,6 +121,20 @@ def test_a_processor_measures_no_micro_batch_that_computes_for_long() -> None:
     for flops, sizes in ((1e6, [1, 2, 4, 8, 16]), (5e9, [1, 2, 4]), (1e12, [1, 2])):
         graph = SimpleNamespace(batch=2, operators=[SimpleNamespace(flops=flops * share) for share in (1, 2)])
         assert quickly_measured([1, 2, 4, 8, 16], graph) == sizes  # type: ignore[arg-type]  # what is read
+
+
+@pytest.mark.slow
+def test_more_machines_than_the_model_has_units_stand_by(tmp_path: Path) -> None:
+    """Nobody had asked for the depth that was refused: it was the number of machines."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 50)
+    model = "model.source=gpt:layers=1,width=8,heads=2,vocab=257,context=16"
+    sets = [model, f"data.source={text}", "cluster.workers=7", "cluster.device=cpu", "plan.depth=7"]
+    run = load_run_file(None, [*sets, "training.batch_size=4", "training.steps=1", "plan.micro_batch=1"])
+    found = prepare(run, lambda *_: None, is_depth_free=True)
+    assert found.run.plan.depth == found.plan.plan.num_stages == len(units_of(found.graph)) < 7
+    with pytest.raises(BiremeError, match="is 7, but the model has 4 units"):
+        prepare(run, lambda *_: None)
 
 
 @pytest.mark.slow

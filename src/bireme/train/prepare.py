@@ -222,12 +222,14 @@ def prepare(
     is_alone: bool = True,
     begins: bool = True,
     before: RunFolder | None = None,
+    is_depth_free: bool = False,
 ) -> PreparedRun:
     """Make a run ready; every mistake that can be known before it starts is a `BiremeError`.
 
     With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
     has no checkpoint, and needs the weights that a function of the user makes. `before` is the folder of a
-    phase before this one, whose model is not captured again, and which may have the plan.
+    phase before this one, whose model is not captured again, and which may have the plan. If nobody asked for
+    the depth, it is no more than the units.
     """
     check_trackers(run.log.trackers)
     run = with_model_defaults(run)  # a run file made in Python has not got them yet
@@ -249,6 +251,8 @@ def prepare(
         model.check_loss(graph)
         _check_samples(data, graph)
         evaluation = evaluation_of(graph)
+    if is_depth_free and run.plan.depth is not None:
+        run = run.with_keys("plan", depth=min(run.plan.depth, len(units_of(graph))))
     check_gradient(run, graph)
     model.check_documents(graph, evaluation)
     model.check_weights(graph)

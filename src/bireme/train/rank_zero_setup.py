@@ -232,7 +232,10 @@ def set_up_run(
     settled = _settled(named, nodes, device, cluster, is_mode_chosen=is_mode_chosen)
     is_same = begun is not None and _is_for(begun, settled, cluster)
     begins = state is None or state[0] is None
-    prepared = None if is_same else _planned_anew(settled, cluster, begun, before, begins=begins)
+    prepared = None
+    if not is_same:
+        is_depth_free = named.plan.depth is None
+        prepared = _planned_anew(settled, cluster, begun, before, begins=begins, is_depth_free=is_depth_free)
     sync = named.sync if prepared is None else prepared.run.sync
     if is_mode_chosen and sync.is_coordinated:
         nodes = processes_of(named, nodes, is_mode_chosen=True)
@@ -488,9 +491,15 @@ def _begun(run: RunFile, environment: Environment) -> RunFolder | None:
 
 
 def _planned_anew(
-    run: RunFile, cluster: Cluster | None, begun: RunFolder | None, before: RunFolder | None, *, begins: bool
+    run: RunFile,
+    cluster: Cluster | None,
+    begun: RunFolder | None,
+    before: RunFolder | None,
+    *,
+    begins: bool,
+    is_depth_free: bool,
 ) -> PreparedRun:
-    """The run with a new plan; nothing is written yet. `before` is as for `prepare`."""
+    """The run with a new plan; nothing is written yet. The last two and `before` are as for `prepare`."""
     if begun is not None and begun.is_begun and chooses_batch(run):
         # It keeps the batch that it has chosen.
         run = with_batch_of(run, begun.load_run()).with_keys("plan", largest_batch=None)
@@ -499,7 +508,9 @@ def _planned_anew(
         if cluster is not None:
             save_cluster(cluster, path)
         asked = _with_source(run, cluster, path)
-        prepared = prepare(asked, progress, is_alone=False, begins=begins, before=before)
+        prepared = prepare(
+            asked, progress, is_alone=False, begins=begins, before=before, is_depth_free=is_depth_free
+        )
     return _on_hosts(prepared)
 
 
