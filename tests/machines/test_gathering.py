@@ -356,6 +356,22 @@ def test_a_launcher_that_is_killed_is_started_again_as_it_was(monkeypatch: pytes
     assert [(one.statuses(), one.goes) for one in blue._phases.values()] == [(None, True), (None, False)]
 
 
+@pytest.mark.parametrize("ended", [None, [1]])
+def test_the_training_goes_on_without_its_coordinator_only_if_processes_do(
+    monkeypatch: pytest.MonkeyPatch, ended: list[int] | None
+) -> None:
+    """It was said after the processes had lost those of the coordinator's machine, and had ended."""
+    monkeypatch.setattr(attendance, "JoinedProcesses", Processes)
+    said = list[str]()
+    blue = Attendance(("127.0.0.1", 1), BLUE, OWN.public, FACTS, "blue", said.append, lambda *_: None)
+    blue._start(MachineOrders(1, 0, 0, 1, 1, "127.0.0.1", 4000, "the key", RUN))
+    found: Any = blue._phases[1]
+    found.goes, found.ended = True, ended
+    monkeypatch.setattr(blue, "_call_again", lambda: (_ for _ in ()).throw(ConnectionResetError))
+    assert blue._beat() is None
+    assert ["goes on" in text for text in said] == [ended is None]
+
+
 def test_processes_that_still_start_are_stopped_without_waiting_for_them() -> None:
     """After Ctrl-C each `bireme join` waited for its processes, was silent for 5 s, and counted as gone."""
     opened, sent = threading.Event(), list[int]()

@@ -489,7 +489,8 @@ class Attendance(Interruptible):
             self._hang_up()
             if not self._is_silent:
                 self._is_silent = True
-                goes_on = " The training goes on." if any(one.goes for one in self._phases.values()) else ""
+                trains = any(one.goes and one.statuses() is None for one in self._phases.values())
+                goes_on = " The training goes on." if trains else ""
                 self._tell(f"The coordinator does not answer.{goes_on} This machine calls until it does.")
             return None
         except BiremeError:
