@@ -189,7 +189,8 @@ def _model_source(recipe: "Recipe", text: str) -> str:
 
 
 def _has_weights(source: str) -> bool:
-    from bireme.train.run_file.defaults import folder_of, has_weights
+    from bireme.model.shapes import has_weights
+    from bireme.train.run_file.defaults import folder_of
 
     folder = folder_of(source)
     return folder is not None and has_weights(folder)

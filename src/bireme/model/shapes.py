@@ -257,3 +257,9 @@ def _of_folder(folder: Path) -> TransformerShape:
 
 
 _KIND = {False: "a whole number", True: "true or false"}
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights of transformers or of torch.distributed.checkpoint beside its sizes."""
+    patterns = "*.safetensors", "pytorch_model*.bin", ".metadata"
+    return any(any(folder.glob(pattern)) for pattern in patterns)

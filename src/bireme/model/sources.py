@@ -35,7 +35,8 @@ from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import plain
 from bireme.model.own_model import own_model
 from bireme.model.part import ALL_LINEAR, WHOLE, LoraPart, TrainedPart
-from bireme.model.weights import METADATA, Weights
+from bireme.model.shapes import has_weights
+from bireme.model.weights import Weights
 from bireme.user_code import PREFIX, names_function, optional_package, reason_of
 
 # LoRA adapters through the peft library: added to a model before capture, saved so that peft loads them.
@@ -392,7 +393,7 @@ def load_source(
             model, inputs = _from_sizes(rest, batch, where)
         case "hf":
             model, inputs = _from_folder(Path(rest), batch, length, where)
-            if folder is None and _has_weights(Path(rest)):
+            if folder is None and has_weights(Path(rest)):
                 folder = Path(rest)
         case _ if _is_function(text):
             model, inputs = own_model(text, batch, length, where, seed)
@@ -532,8 +533,3 @@ def offline(*also: Any) -> Iterator[None]:
     finally:
         for one, was in zip(kept, before, strict=True):
             one.HF_HUB_OFFLINE = was
-
-
-def _has_weights(folder: Path) -> bool:
-    patterns = "*.safetensors", "pytorch_model*.bin", METADATA
-    return any(any(folder.glob(pattern)) for pattern in patterns)

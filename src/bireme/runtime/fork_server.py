@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bireme.compiled import without_collector
 from bireme.runtime.board import die_with_holder
 
 FORK, IMPORT = b"fork", b"import "
@@ -202,14 +203,11 @@ def kept_for_good() -> Iterator[None]:
     Otherwise the collector visits all of them again and again. That takes 20 % of the time to import torch,
     and in a copy it makes the system copy the memory of the modules.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_on:
-            gc.enable()
+    with without_collector():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def next_report(holder: socket.socket) -> int | None:

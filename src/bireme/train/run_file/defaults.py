@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bireme.model.shapes import has_weights
 from bireme.train.run_file.tables import Tables
 
 FINE_TUNING_RATE, ADAPTER_RATE, SCRATCH_RATE = 2e-5, 2e-4, 3e-3
@@ -30,10 +31,6 @@ SHORT = 128
 
 CONTEXTS = ("max_position_embeddings", "n_positions")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of weights that transformers loads."""
-_DCP = ".metadata"
-"""A checkpoint of torch.distributed.checkpoint has this file."""
 HALVES = ("bfloat16", "float16", "BF16", "F16")
 """Formats of two bytes, by their names in configurations and in safetensors."""
 
@@ -78,11 +75,6 @@ def folder_of(source: str) -> Path | None:
     """The folder of a transformers model, from a `model.source`; None if it is made otherwise."""
     kind, _, rest = source.partition(":")
     return Path(rest).expanduser() if kind == "hf" else None
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder of transformers holds weights, and not only a configuration."""
-    return any(any(folder.glob(pattern)) for pattern in (*WEIGHTS, _DCP))
 
 
 def model_config(folder: Path) -> Mapping[str, Any]:
