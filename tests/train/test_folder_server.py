@@ -411,3 +411,24 @@ def test_a_machine_gets_the_manifests_that_it_lacks_and_passes_over_one_that_onl
     assert minor == {runs[0] / "checkpoints" / "step-00000008"}
     for step in (4, 6):
         assert read_manifest(runs[0] / "checkpoints" / f"step-{step:08d}") == manifest_of(step, entry)
+
+
+def test_the_end_of_a_run_asks_all_machines_at_once_and_none_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that was gone took seconds, one after the other."""
+    orders = Orders(RunStart(tmp_path, None, None, is_shown=False, words={}), "", [0], "gloo", "cpu", 1.0)
+    together, asked = threading.Barrier(3), list[KeeperAddress]()
+
+    def under_way_at(address: KeeperAddress, *_: object) -> Any:
+        asked.append(address)
+        together.wait(patience_s())
+        return SimpleNamespace(is_finished=True)
+
+    monkeypatch.setattr(host_launcher, "_under_way_at", under_way_at)
+    with serving(tmp_path, tmp_path) as gone:
+        pass
+    with serving(tmp_path, tmp_path, tmp_path) as there:
+        note_begin(orders, 0)
+        part(orders, [*gone, *there], leads=True)
+    assert {one.address for one in asked} == {one.address for one in there}

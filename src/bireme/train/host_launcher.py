@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ from bireme.runtime.coordinator_client import Address, Observer
 from bireme.runtime.coordinator_process import CoordinatorOrder, CoordinatorProcess
 from bireme.runtime.copies.copier import CopyOrders
 from bireme.runtime.copies.folder_server import digests_at, read_file
-from bireme.runtime.copies.keeper import KeeperAddress
+from bireme.runtime.copies.keeper import KeeperAddress, talk_to
 from bireme.runtime.processes import environment
 from bireme.runtime.replicas.hosts import LaunchHost
 from bireme.train.checkpoint.checkpoint import other_machines
@@ -394,18 +395,33 @@ def part(orders: Orders, others: Sequence[KeeperAddress], *, leads: bool) -> Non
         return
     with suppress(BiremeError, OSError):
         _write_under_way(folder, replace(own, is_finished=True))
-    for address in others:
+
+    def wait_for(address: KeeperAddress) -> None:
+        if not _is_listening(address):
+            return  # its process has ended
         # One that led too, as the last replica that it knew of, does not copy.
         _wait_until_finished(partial(_under_way_at, address, folder, own))
+
+    with ThreadPoolExecutor(len(others) or 1) as threads:  # one that is cut off takes seconds
+        [*threads.map(wait_for, others)]
+
+
+def _is_listening(address: KeeperAddress) -> bool:
+    """Whether a process of another machine listens there, or its machine does not answer."""
+    try:
+        with talk_to(address, _ASK_S):
+            return True
+    except (OSError, BiremeError) as error:
+        return not isinstance(error, ConnectionRefusedError)
 
 
 def _wait_until_finished(look: Callable[[], _UnderWay | None]) -> None:
     num_missed = 0
-    while num_missed < _TRIES:
+    while True:
         found = look()
-        if found is not None and found.is_finished:
-            return
         num_missed = num_missed + 1 if found is None else 0
+        if num_missed == _TRIES or (found is not None and found.is_finished):
+            return
         time.sleep(_WRITTEN_S)
 
 
