@@ -48,6 +48,17 @@ def test_a_member_of_which_all_ranks_have_left_is_none_at_once() -> None:
     assert [one.why for one in left.gone] == [Absence.LEFT]
 
 
+def test_a_run_all_of_whose_members_have_left_is_over_and_says_that_they_left() -> None:
+    """A host without replicas took it for one whose replicas had all died elsewhere."""
+    state = two_members([9, 9, 9])
+    for replica in range(2):
+        report = Report(RankId(replica, 0, 0), 2, 1, "there", rounds=(RoundAt(committed=9),), is_leaving=True)
+        state = step(state, report, 0.1 + replica / 10).state
+    assert state.word is not None
+    assert state.word.is_lost
+    assert {one.why for one in state.word.gone} == {Absence.LEFT}
+
+
 def test_a_hold_up_that_makes_a_replica_late_in_many_rounds_halves_its_share_once() -> None:
     """Until rounds come that were dealt after it was known."""
     dealing = Dealing(24, ShareLimits((1, 1), (24, 24))).among((0, 1), 0)

@@ -133,7 +133,9 @@ def without_lost(state: CoordinatorState, now_s: float) -> CoordinatorState:
     leaving = {one for one in lost if any(r.is_leaving for r in membership.reports(one.own_life))}
     for one in leaving:
         membership = membership.with_over(one.own_life)
-    if not left or not membership.can_be(left):
+    if not left:
+        return state.with_dropped(membership, leaving, leaving)  # hosts without replicas are to know
+    if not membership.can_be(left):
         return replace(state, membership=membership)
     state, gone = state.with_dropped(membership, lost, leaving), {one.replica for one in lost}
     return replace(
