@@ -22,14 +22,14 @@ from bireme.machines import line
 from bireme.machines.admission import AdmissionToken, change_admissions, issue_tokens
 from bireme.machines.findings import Finding, fails
 from bireme.machines.gathering import Gathering, GatheringListener
-from bireme.machines.keys import HOME, MachineKey
+from bireme.machines.keys import HOME, MachineKey, known_coordinator, note_coordinator
 from bireme.machines.line import DoctorListener, check_between
 from bireme.machines.measured_lines import MeasuredLine
 from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RunOffer
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.train import attendance, joined_processes
-from bireme.train.attendance import Attendance, failures, known_coordinator, note_coordinator
+from bireme.train.attendance import Attendance, failures
 from bireme.train.joined_processes import JoinedProcesses
 from bireme.wire.encryption import ALWAYS, VARIABLE
 from tests.support.command import bireme
@@ -370,6 +370,66 @@ def test_the_training_goes_on_without_its_coordinator_only_if_processes_do(
     monkeypatch.setattr(blue, "_call_again", lambda: (_ for _ in ()).throw(ConnectionResetError))
     assert blue._beat() is None
     assert ["goes on" in text for text in said] == [ended is None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_other_than_ctrl_c_has_a_machine_leave_and_stops_no_run(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """SIGTERM to one machine stopped the run on all."""
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    blue = Attendance(("127.0.0.1", 1), BLUE, OWN.public, FACTS, "blue", lambda _: None, lambda *_: None)
+    blue.listen()
+    handlers[number](number, None)
+    assert (blue._is_leaving, blue._num_interrupts) == (True, 0)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    assert blue._num_interrupts == 1
+
+
+@pytest.mark.parametrize(
+    ("interrupts", "sentence"),
+    [
+        (1, "This machine leaves. It was interrupted before the run has trained here."),
+        (0, "The run was stopped before it has trained."),
+    ],
+)
+def test_a_machine_says_why_it_ends_if_the_run_is_stopped_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, interrupts: int, sentence: str
+) -> None:
+    """It ended with status 130 and no word."""
+    monkeypatch.setattr(attendance, "JoinedProcesses", Processes)
+    said: list[str] = []
+    blue = Attendance(("127.0.0.1", 1), BLUE, OWN.public, FACTS, "blue", said.append, lambda *_: None)
+    blue._start(MachineOrders(1, 0, 0, 1, 1, "127.0.0.1", 4000, "the key", RUN))
+    found: Any = blue._phases[1]
+    found.goes, found.ended = True, [-signal.SIGTERM]
+    over = {"is_over": True, "stays": False, "newest": 1, "status": 130, "phases": []}
+    monkeypatch.setattr(blue, "_beat", lambda: over)
+    monkeypatch.setattr(blue, "_restart_killed", lambda: True)
+    for _ in range(interrupts):
+        blue.interrupt(is_urgent=True)
+    assert blue._run() == 130
+    assert said == [sentence]
+
+
+def test_a_machine_that_leaves_while_its_line_is_measured_is_not_taken_for_a_bad_line(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attendance, "_BEAT_S", 0.01)
+    monkeypatch.setattr(attendance, "check_line", lambda *_: iter([fails("line", "it broke.", "")]))
+    said: list[str] = []
+    blue = meeting.join(BLUE, "blue", meeting.token())
+    blue._tell = said.append
+    assert blue._beat() is not None
+    for public in (BLUE.public, GREEN.public):  # the one is there, the other is not
+        blue._begin_measuring("the other", "127.0.0.1", 1, public)
+        assert blue._measuring is not None
+        blue._measuring.join(patience_s())
+    assert said == [
+        "The line to the other fails a check: line: it broke.",
+        "the other has left before the line to it was measured.",
+    ]
 
 
 def test_processes_that_still_start_are_stopped_without_waiting_for_them() -> None:

@@ -19,9 +19,8 @@ from bireme.machines.handover import (
     keep_handover,
     taken_over,
 )
-from bireme.machines.keys import FILE, HOME, own_key
+from bireme.machines.keys import FILE, HOME, known_coordinator, note_coordinator, own_key
 from bireme.machines.orders import read_record_at
-from bireme.train.attendance import known_coordinator, note_coordinator
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 

@@ -11,7 +11,7 @@ import pytest
 from bireme.errors import BiremeError
 from bireme.machines import line
 from bireme.machines.gathering import Gathering, GatheringListener
-from bireme.machines.keys import HOME
+from bireme.machines.keys import HOME, known_coordinator
 from bireme.machines.orders import (
     MachineOffer,
     MachineOrders,
@@ -23,7 +23,6 @@ from bireme.machines.orders import (
     write_record,
 )
 from bireme.train import attendance
-from bireme.train.attendance import known_coordinator
 
 pytest.importorskip("cryptography", reason="keys of machines need it")
 

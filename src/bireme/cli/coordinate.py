@@ -1,7 +1,6 @@
 """`bireme coordinate` and `bireme join`: train with machines that join, on both sides; `bireme doctor`."""
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -298,11 +297,11 @@ def join(
 
         get_ready()  # the server imports the rest while this process calls the coordinator
 
-    from bireme.machines.keys import own_key
+    from bireme.machines.keys import known_coordinator, own_key
     from bireme.machines.lending import DailyHours, service_unit, set_limits
     from bireme.machines.own_machine import MachineFacts, check_machine
     from bireme.report.live_view import live_view
-    from bireme.train.attendance import Attendance, failures, known_coordinator
+    from bireme.train.attendance import Attendance, failures
 
     address = named or address_of(_found_address())
     own_hours = DailyHours.parse(hours) if hours else None
@@ -329,7 +328,6 @@ def join(
     attendance = Attendance(address, own_key(), public, facts, name or facts.name, tell, out, own_hours)
 
     attendance.listen()
-    signal.signal(signal.SIGHUP, lambda *_: attendance.leave())
     attendance.wait_for_hours()
     found = attendance.call("" if given is None else given.secret)
     refuse_failing(failures(found))

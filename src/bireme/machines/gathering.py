@@ -308,6 +308,7 @@ class Gathering:
                 "lines": {
                     "key": self._line_key,
                     "call": to and [to.name, to.address, to.offer.line_port, to.public],
+                    "there": [key for key, each in self._members.items() if not each.is_gone],
                 },
             }
 

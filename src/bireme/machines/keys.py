@@ -6,6 +6,7 @@ serves towards any number of coordinators.
 """
 
 import hmac
+import json
 import os
 import re
 import secrets
@@ -13,12 +14,14 @@ import stat
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bireme.errors import BiremeError, system_errors
+from bireme.files import write_text_atomically
 
 HOME = "BIREME_HOME"
 """The environment variable that names the folder of the key, if it is not `~/.config/bireme`."""
-FILE = "machine.key"
+FILE, _KNOWN = "machine.key", "coordinators.json"
 HEX_KEY = r"^[0-9a-f]{64}$"
 """A key as a text, public or private: 32 bytes."""
 
@@ -94,3 +97,41 @@ def _make(path: Path) -> None:
         pass
     finally:
         draft.unlink()
+
+
+# Coordinators that this machine has joined, so that its key suffices the next time.
+
+
+def known_coordinator(address: tuple[str, int]) -> str:
+    """The public key of the coordinator there, if this machine has joined it before. Raises a `BiremeError`
+    if not.
+    """
+    known = _coordinators()
+    # A coordinator may have moved. One with another key is refused, so trying the only known key is safe.
+    keys = {key for key in known.values() if isinstance(key, str)}
+    found = known.get(place_of(address), next(iter(keys)) if len(keys) == 1 else None)
+    if not isinstance(found, str):
+        raise BiremeError(
+            f"This machine has not joined a coordinator at {place_of(address)} before. Give the token that "
+            "`bireme coordinate` prints there: --token TOKEN"
+        )
+    return found
+
+
+def note_coordinator(address: tuple[str, int], public: str) -> None:
+    """Keep the public key of a coordinator that has admitted this machine."""
+    known = {**_coordinators(), place_of(address): public}
+    write_text_atomically(key_path().with_name(_KNOWN), json.dumps(known, indent=1) + "\n")
+
+
+def _coordinators() -> dict[str, Any]:
+    try:
+        found = json.loads(key_path().with_name(_KNOWN).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def place_of(address: tuple[str, int]) -> str:
+    """An address as people type it."""
+    return f"{address[0]}:{address[1]}"

@@ -4,7 +4,6 @@ It starts the processes of this machine as torchrun would, by its orders, and st
 killed while the run goes on. If the coordinator is away they go on, and this end calls until it is there.
 """
 
-import json
 import secrets
 import signal
 import socket
@@ -21,11 +20,10 @@ from typing import Any
 
 from bireme.cluster.machine import available_bytes, num_cores
 from bireme.errors import BiremeError, Tell, system_reason
-from bireme.files import write_text_atomically
 from bireme.machines.findings import Finding, Verdict
 from bireme.machines.gathering import PURPOSE
 from bireme.machines.handover import digest_of_packed, forget_handover, keep_handover
-from bireme.machines.keys import MachineKey, key_path
+from bireme.machines.keys import MachineKey, note_coordinator, place_of
 from bireme.machines.lending import DailyHours
 from bireme.machines.line import (
     Address,
@@ -57,46 +55,9 @@ _MOST_KILLS, _SHORT_S = 3, 60.0
 """A machine gives up at this number of killed launchers in a row that have lived for less than `_SHORT_S`."""
 _MOST_KEPT, _MOST_LETTERS = 10_000, 100_000
 """Lines to keep for a coordinator that is away, and letters to send it at once."""
-INTERRUPTED, _KNOWN = 130, "coordinators.json"
+INTERRUPTED = 130
 Out = Callable[[str, str], None]
 """Prints a line of a stream, "out" or "err"."""
-
-
-# Coordinators that this machine has joined, so that its key suffices the next time.
-
-
-def known_coordinator(address: Address) -> str:
-    """The public key of the coordinator there, if this machine has joined it before. Raises a `BiremeError`
-    if not.
-    """
-    known = _coordinators()
-    # A coordinator may have moved. One with another key is refused, so trying the only known key is safe.
-    keys = {key for key in known.values() if isinstance(key, str)}
-    found = known.get(_place(address), next(iter(keys)) if len(keys) == 1 else None)
-    if not isinstance(found, str):
-        raise BiremeError(
-            f"This machine has not joined a coordinator at {_place(address)} before. Give the token that "
-            "`bireme coordinate` prints there: --token TOKEN"
-        )
-    return found
-
-
-def note_coordinator(address: Address, public: str) -> None:
-    """Keep the public key of a coordinator that has admitted this machine."""
-    known = {**_coordinators(), _place(address): public}
-    write_text_atomically(key_path().with_name(_KNOWN), json.dumps(known, indent=1) + "\n")
-
-
-def _coordinators() -> dict[str, Any]:
-    try:
-        found = json.loads(key_path().with_name(_KNOWN).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _place(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
 
 
 class Interruptible:
@@ -158,6 +119,8 @@ class Attendance(Interruptible):
         """Answers other machines of the run that check their lines to this one."""
         self._line_key = ""
         """With which they do; of this run."""
+        self._there = frozenset[str]()
+        """The public keys of the machines that are there, as the coordinator told last."""
         self._measuring: threading.Thread | None = None
         self._measured = list[tuple[str, MeasuredLine | None]]()
         """Lines to other machines that the coordinator has not got yet, by their keys."""
@@ -177,6 +140,12 @@ class Attendance(Interruptible):
         self._keeper: KeeperProcess | None = None
         self._keeper_address: KeeperAddress | None = None
         self._keeper_is_there = threading.Event()
+
+    def listen(self) -> None:
+        """Take Ctrl-C as an urgent call to stop the run, and SIGTERM and SIGHUP as calls to leave it."""
+        super().listen()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: self.leave())
 
     def leave(self) -> None:
         """Leave once the run goes on without this machine."""
@@ -281,8 +250,13 @@ class Attendance(Interruptible):
     def _is_ended(self) -> bool:
         return self._num_interrupts > 0 or self._is_leaving
 
+    @property
+    def _is_coordinators(self) -> bool:
+        """Whether this is the coordinator's own machine, where the coordinator says how the run ends."""
+        return self._key.public == self._coordinator
+
     def _broken(self, error: Exception) -> BiremeError:
-        where, why = _place(self._address), system_reason(error)
+        where, why = place_of(self._address), system_reason(error)
         return BiremeError(f"The line to the coordinator at {where} broke: {why}. Check it: bireme doctor")
 
     def _run(self) -> int:
@@ -308,6 +282,8 @@ class Attendance(Interruptible):
                     return 1
                 if self.orders is None:
                     self._tell("The run has ended. This machine took no part in it.")
+                elif answer["status"] == INTERRUPTED and not self._is_coordinators:
+                    self._tell("The run was stopped before it has trained.")
                 return int(answer["status"])
             if self._may_leave(answer):
                 if self._is_leaving:
@@ -319,7 +295,9 @@ class Attendance(Interruptible):
             if is_idle and self._phases and silent_s > _PARTING_S and not self._own_status:
                 return 0
             if is_idle and silent_s > _ALONE_S:
-                self._tell(f"The coordinator at {_place(self._address)} has not answered for {_ALONE_S:g} s.")
+                self._tell(
+                    f"The coordinator at {place_of(self._address)} has not answered for {_ALONE_S:g} s."
+                )
                 return self._own_status
             # Another phase may begin at any time if one is ready, or stops.
             is_changing = any(
@@ -414,6 +392,8 @@ class Attendance(Interruptible):
         # Processes that were still preparing end by the signal that stops them.
         training = [one for one in self._phases.values() if one.goes and min(one.statuses() or [0]) >= 0]
         if not training or self._num_interrupts > 1:
+            if self._num_interrupts == 1 and not self._is_coordinators:
+                self._tell("This machine leaves. It was interrupted before the run has trained here.")
             return INTERRUPTED
         if not any(one.is_stopping for one in training):
             self._tell("The run stops in order on all machines. Ctrl-C again ends this machine at once.")
@@ -499,7 +479,7 @@ class Attendance(Interruptible):
             raise
         del self._lines[: len(lines)], self._measured[: len(measured)]
         self._trained |= {one["number"] for one in reports if one["progress"]}
-        self._line_key = str(answer["lines"]["key"])
+        self._line_key, self._there = str(answer["lines"]["key"]), frozenset(answer["lines"]["there"])
         if answer["lines"]["call"] is not None:
             self._begin_measuring(*answer["lines"]["call"])
         self._keep_handover(str(answer["handover"]))
@@ -519,8 +499,12 @@ class Attendance(Interruptible):
             with suppress(OSError, ValueError, KeyError):  # the machine has gone
                 found.extend(check_line((host, port), self._line_key, self._facts))
             self._measured.append((public, MeasuredLine.of(found)))
-            for text in failures(found):
-                sentence = f"The line to {name} fails a check: {text}"
+            sentences = [f"The line to {name} fails a check: {text}" for text in failures(found)]
+            if sentences:
+                time.sleep(2 * _BEAT_S)  # until the coordinator has told if the machine has left
+                if public not in self._there:
+                    sentences = [f"{name} has left before the line to it was measured."]
+            for sentence in sentences:
                 self._tell(sentence)
                 self._lines.append((0, "err", sentence))
             self._wake.set()
@@ -564,7 +548,7 @@ class Attendance(Interruptible):
         self._ask("admit", secret="", name=self._name)
         note_coordinator(address, self._coordinator)
         self._ask("offer", offer=asdict(self.offer))
-        where = f" at {_place(address)}" if address != self._address else ""
+        where = f" at {place_of(address)}" if address != self._address else ""
         self._tell(f"The coordinator answers{where} again.")
         self._address, self._num_calls, self._is_silent = address, 0, False
 

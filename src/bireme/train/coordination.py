@@ -18,7 +18,7 @@ from bireme.machines.admission import admissions_path, issue_tokens, withdraw_to
 from bireme.machines.discovery import DiscoveryAnswers, FoundCoordinator
 from bireme.machines.gathering import Gathering, GatheringListener
 from bireme.machines.handover import forget_handover, handed_record, packed_handover
-from bireme.machines.keys import FILE, own_key
+from bireme.machines.keys import FILE, note_coordinator, own_key
 from bireme.machines.line import Address
 from bireme.machines.orders import (
     RecordedMachine,
@@ -31,7 +31,7 @@ from bireme.machines.orders import (
 )
 from bireme.machines.own_machine import MachineFacts
 from bireme.runtime.copies.keeper import KeeperAddress
-from bireme.train.attendance import INTERRUPTED, Attendance, Interruptible, Out, note_coordinator
+from bireme.train.attendance import INTERRUPTED, Attendance, Interruptible, Out
 from bireme.train.folder import exported_step
 from bireme.train.joined_processes import get_ready, runs_folder
 from bireme.train.run_machines import fetch_folder
