@@ -1,5 +1,6 @@
 """Which processes the launcher of each host starts, and which replicas are on one host."""
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from bireme.errors import BiremeError
 from bireme.machines.phases import PhaseForecast
 from bireme.plan.plan import Plan
 from bireme.plan.plan_file import SavedPlan
+from bireme.runtime.board import RankFailed
 from bireme.runtime.replicas.hosts import ReplicaPart
 from bireme.sync.coordinator.samples import CoordinatorSettings, SyncMode
 from bireme.train import host_launcher, launched_process, rank_zero_setup
@@ -226,3 +228,20 @@ def test_a_run_that_is_begun_again_has_each_replica_on_one_host_too(
     with pytest.raises(InterruptedError):
         rank_zero_setup.set_up_run(environment, run, launchers(0, 0), lambda *_: [], lambda _text: None)
     assert [one.plan.devices for one in written] == [(("a/cpu0", "b/cpu0"), ("a/cpu1", "b/cpu1"))]
+
+
+@pytest.mark.parametrize(("is_told", "order"), [(False, ["wait", "rank 1 ends."]), (True, ["rank 1 ends."])])
+def test_a_rank_of_a_phase_that_is_prepared_may_be_killed_before_it_reports_a_lost_rank(
+    monkeypatch: pytest.MonkeyPatch, is_told: bool, order: list[str]
+) -> None:
+    """A phase that was not used printed on each machine that its store was gone."""
+    happened: list[str] = []
+    monkeypatch.setattr(launched_process, "tell", lambda text: happened.append(text[:12]))
+    monkeypatch.setattr(time, "sleep", lambda _s: happened.append("wait"))
+    monkeypatch.setattr(launched_process, "Announcements", Mock())
+    joined = launched_process._Joined(Mock(rank=1, phase=2), Mock(), Mock(), Mock(), None, (), _anyway=False)
+    joined._taken = Mock() if is_told else None
+    monkeypatch.setattr(joined, "_go", Mock(side_effect=RankFailed(0, None, "its store is gone")))
+    with pytest.raises(SystemExit):
+        joined.go(Mock())
+    assert happened == order

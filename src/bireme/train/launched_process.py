@@ -98,6 +98,8 @@ SEEN_S = 30.0
 
 _PARTING_S = 30.0
 _AGAIN_S = 1.0
+_UNUSED_S = 3.0
+"""Within this time `bireme join` hears that a phase is not used, and kills its processes."""
 _MEMBER = TypeAdapter(LaunchedProcess)
 
 Show = Callable[[PreparedRun, RunFolder], None]
@@ -136,6 +138,7 @@ def join(
                 if ends_s is not None and time.monotonic() < ends_s:
                     time.sleep(_AGAIN_S)  # the first host may be one that is to be started again
                     continue
+                _wait_for_kill(environment)
                 tell(
                     f"Rank {environment.rank} has lost rank 0, whose output may say why: {first_line(error)}"
                 )
@@ -153,6 +156,14 @@ def _lost(environment: Environment) -> float:
         "there. If bireme train has ended on a host, start it there again in the same way as before."
     )
     return time.monotonic() + MOST_ALONE_S
+
+
+def _wait_for_kill(environment: Environment) -> None:
+    """Let `bireme join` kill this process if its phase, which was prepared, is not used: rank 0 may have been
+    killed before, and its loss would be reported as a failure.
+    """
+    if environment.phase:
+        time.sleep(_UNUSED_S)
 
 
 def _on_host(
@@ -210,6 +221,8 @@ class _Joined:
         try:
             return self._go(show)
         except RankFailed as failure:
+            if self._taken is None:
+                _wait_for_kill(self._environment)
             tell(f"rank {self.place} ends. {failure if failure.rank == self.place else failure.line}")
             if not self._environment.phase:
                 time.sleep(FAILED_FIRST_S)
