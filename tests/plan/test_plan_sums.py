@@ -15,7 +15,7 @@ from bireme.errors import BiremeError
 from bireme.plan.forecast import Answer, Forecast
 from bireme.plan.penalties import STUDIED_SUMS, SumSteps, sum_steps
 from bireme.plan.plan import Plan
-from bireme.plan.plan_request import AUTO, SHARDS, Goal, PlanRequest
+from bireme.plan.plan_request import AUTO, SHARDS, Goal, PlanRequest, TierLimits
 from bireme.plan.search.problem import PlanningProblem
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.profile.optimizers import moments_share
@@ -248,6 +248,17 @@ def test_second_copies_are_counted_where_they_lie(kind: Literal["cpu", "cuda"], 
     assert copied.batch_s == plain.batch_s
     more_bytes = copied.stages[0].peak_bytes - plain.stages[0].peak_bytes
     assert more_bytes == pytest.approx(num_copies * share * gradients)
+
+
+@pytest.mark.parametrize(("device_bytes", "share"), [(None, 12.0), (2**20, 0.0)])
+def test_second_copies_take_nothing_of_what_is_given_to_each_process(
+    device_bytes: int | None, share: float
+) -> None:
+    """A replica on processors with copies fitted no memory that held one without copies, though they lie in a
+    process of their own.
+    """
+    request = PlanRequest(batch_size=8, copied_share=12.0, memory=TierLimits(device_bytes))
+    assert PlanningProblem(tiny_profile(), cluster("cpu"), request).kept_share(1) == share
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

@@ -257,10 +257,14 @@ class PlanningProblem:
 
     def kept_share(self, width: int) -> float:
         """What sums and averages keep on a device of so many replicas, for each byte of gradients. What they
-        keep on the host is on the device only if that is a processor.
+        keep on the host is on the device only if that is a processor. Second copies lie in a process of
+        their own: they take nothing of a part of the memory that is given to each process.
         """
-        on_host = self.request.kept_host_share(width) if self._are_processors else 0.0
-        return self.request.kept_share(width) + on_host
+        request = self.request
+        on_host = request.kept_host_share(width) if self._are_processors else 0.0
+        if on_host and self.limits != self.room:
+            on_host -= request.copied_share
+        return request.kept_share(width) + on_host
 
     def merged(self, micro_batch: int, width: int = 1, rule: Rule = Rule.SYNCHRONOUS, kind: int = 0) -> Chain:
         """The chain of what may be cut apart, with the bytes that are sent over its cuts, what a codec keeps
