@@ -167,7 +167,7 @@ def test_a_run_whose_coordinator_is_killed_while_it_switches_phases_goes_on(tmp_
         (red,) = closing(stack, coordinating(tmp_path, run, *more))
         others = joining(tmp_path, stack, red, "blue", "green", "gold")
         others["blue"].wait_for_step(5)
-        others["gold"].process.send_signal(signal.SIGHUP)
+        others["gold"].process.send_signal(signal.SIGTERM)
         red.wait_for_words("Phase 2 follows on ")
         red.process.kill()
         red.process.wait(patience_s())
