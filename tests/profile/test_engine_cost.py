@@ -12,6 +12,7 @@ from bireme.cluster.catalogue import device_named
 from bireme.cluster.cluster import Cluster, Server
 from bireme.cluster.device import Device, EngineCost, Speeds
 from bireme.devices import process_bytes
+from bireme.model.units import units_of
 from bireme.plan.forecast import Answer
 from bireme.plan.partition.autopipe import costs_between
 from bireme.plan.partition.chain import chain_of
@@ -22,7 +23,7 @@ from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.estimate import Seconds
 from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import CoreTime
-from bireme.runtime.measuring.batch_end import exchange_costs, read_off
+from bireme.runtime.measuring.batch_end import exchange_costs, lopsided_graph, read_off
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
 from bireme.schedule.instruction import Instruction, Kind
@@ -63,6 +64,38 @@ def test_costs_are_read_off_a_run_that_had_them() -> None:
     for name in ("instruction_s", "send_s", "receive_s", "take_s", "late_s"):
         assert getattr(found, name) == pytest.approx(getattr(ENGINE, name), rel=1e-6), name
     assert found.batch_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_what_a_batch_takes_beside_its_instructions_is_read_off_too() -> None:
+    """It was 0 in every profile: it was looked for in the loop of a program that is too short for one."""
+    program = generate("2bw", num_stages=2, num_microbatches=6, num_batches=9)
+    costs = Costs.per_stage(2, forward_s=(1e-4, 4e-3), backward_s=(2e-4, 8e-3), engine=ENGINE)
+    timeline = as_measured(simulate(program, costs, agree=True), ENGINE)
+    ranks, batch_s = [], 3e-5
+    for rank in timeline.ranks:
+        starts = array("d", rank.start_s)
+        for place, interval in enumerate(rank.intervals()):
+            if (interval.instruction.kind, interval.instruction.microbatch) == (Kind.RECV_FORWARD, 0):
+                starts[place] += batch_s
+        ranks.append(replace(rank, start_s=starts))
+    found = read_off(replace(timeline, ranks=tuple(ranks)))
+    assert found.batch_s == pytest.approx(batch_s / 2)  # the first rank receives nothing forward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_model_of_messages_sends_nothing_but_messages_of_the_size_that_is_asked_for(
+    num_ranks: int,
+) -> None:
+    """Its heavy part was cut in two, so that every message had 400 KiB, and the first rank had much to do."""
+    for is_tied in (False, True):
+        units = units_of(lopsided_graph(num_ranks, is_tied=is_tied))
+        assert [len(unit.sends) for unit in units[: num_ranks - 1]] == [1] * (num_ranks - 1)
+        places = [place for place, unit in enumerate(units) if "heavy" in unit.parameters]
+        assert places == [len(units) - 1]
+        users = [place for place, unit in enumerate(units) if "layers.0.bias" in unit.parameters]
+        assert min(users) == 0
+        assert (max(users) >= num_ranks - 1) is is_tied
 
 
 def test_a_control_takes_a_small_share_of_the_time() -> None:

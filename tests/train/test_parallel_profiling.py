@@ -35,7 +35,7 @@ def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(
     given: list[object] = []
 
     def launch_here(function: Callable[..., Any], _count: int, *arguments: Any, **_ways: Any) -> list[Any]:
-        given.append(arguments[3])
+        given.append(arguments[4])
         with World.alone() as world:
             return [function(world, *arguments)]
 

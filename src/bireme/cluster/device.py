@@ -51,8 +51,9 @@ class EngineCost:
     `send_s`, the rank that gets it for `receive_s` when it posts the receive and for `take_s` when it uses
     the message; `late_s` passes between the two. Sending, taking and lateness grow with the bytes.
     REDUCE, UPDATE and TRIAL take `reduce_s`, `update_s` and `trial_s` however few the parameters are.
-    `batch_s` is what a batch takes on each rank besides its instructions, `agree_s` how long after the last
-    rank's REDUCE all know of it. `process_bytes` is what a process holds on its device beside tensors: on a
+    `batch_s` is what a batch takes on each rank besides its instructions, with the other threads of its
+    process where they have no core of their own; `agree_s` how long after the last rank's REDUCE all know of
+    it. `process_bytes` is what a process holds on its device beside tensors: on a
     processor the interpreter, its libraries and the data; on a GPU its context and kernels. Each byte that a
     rank exchanges with replicas on its machine takes `reduce_s_per_byte` in a sum of whole gradients,
     `gather_s_per_byte` if weights are gathered and `scatter_s_per_byte` if gradients are summed in parts,

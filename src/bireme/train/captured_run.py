@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -51,6 +52,8 @@ from bireme.runtime.measuring.batch_end import (
 from bireme.runtime.microbatches import apportioned
 from bireme.runtime.world import World
 from bireme.train.choices import check_gradient, sums_of
+from bireme.train.data.loader import RankBatches
+from bireme.train.data.prepare import RunData
 from bireme.train.machines import Machines, planning_machines
 from bireme.train.model import RunModel
 from bireme.train.outcome import settled_bytes
@@ -285,18 +288,24 @@ class ParallelMeasurer:
         self._at_once = max(1, min(num_workers, num_cores // num_threads))
         self._cores_short = num_cores if num_workers * num_threads > num_cores else 0
         """The cores, if the run wants more of them than there are."""
+        self._wants_all = num_workers * num_threads >= num_cores
 
     @property
     def circumstances(self) -> tuple[object, ...]:
-        """How many compute at once, whether there will be messages, and cores that are too few."""
-        return "companions", self._at_once, min(self._num_workers, 2), self._cores_short
+        """How many compute at once, whether there will be messages, cores that are too few, and whether
+        threads beside the ranks have cores, with the samples that they read.
+        """
+        num_workers, batch = min(self._num_workers, 2), self._run.training.batch_size
+        return "companions", self._at_once, num_workers, self._cores_short, self._wants_all, batch
 
     def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
         size = max(self._at_once, min(self._num_workers, 2))
         progress(0.0, f"starting {size} processes to measure")
         own = (device_here(job.device), versions_here(), self._num_threads, size, job.optimizer)
-        kept = cache_path([*own, *self.circumstances, _rounded(job.message_bytes)], "engines")
+        shared = [one for unit in job.first.units for one in job.first.tied(unit, job.optimizer)]
+        is_tied = any(one.gradient_bytes for one in shared)
+        kept = cache_path([*own, *self.circumstances, _rounded(job.message_bytes), is_tied], "engines")
         known = cached_figures(kept, EngineCost)
         with scratch_folder() as folder, _followed(Path(folder, "progress"), progress) as path:
             found = launch(
@@ -305,7 +314,8 @@ class ParallelMeasurer:
                 self._run,
                 job,
                 self._at_once,
-                known or lopsided_graph(size),
+                self._wants_all,
+                known or lopsided_graph(size, is_tied=is_tied),
                 path,
                 timeout_s=self._run.cluster.timeout_s,
                 threads_per_process=self._num_threads,
@@ -337,7 +347,13 @@ def _rounded(num_bytes: int) -> int:
 
 
 def _measure(
-    world: World, run: RunFile, job: MeasuringJob, at_once: int, engine: EngineCost | Graph, path: Path
+    world: World,
+    run: RunFile,
+    job: MeasuringJob,
+    at_once: int,
+    wants_all: bool,
+    engine: EngineCost | Graph,
+    path: Path,
 ) -> _Found | None:
     """Measure as one of several; None from a process that there is no core for.
 
@@ -358,7 +374,9 @@ def _measure(
     began_s, waited_before_s = perf_counter(), waited_s()
     costs = engine if isinstance(engine, EngineCost) else NO_ENGINE
     if isinstance(engine, Graph) and world.size > 1:
-        costs = message_costs(world, engine, _rounded(job.message_bytes))
+        with _reading(run, data) as reads:
+            size = _rounded(job.message_bytes)
+            costs = message_costs(world, engine, size, reads, counts_threads=wants_all)
     was_quiet = waited_s() - waited_before_s < _QUIET_SHARE * (perf_counter() - began_s)
     if world.rank >= at_once:
         return None
@@ -386,6 +404,20 @@ def _measure(
     )
     del model, data  # not before
     return _Found(Measured(seconds, ends, costs), was_quiet)
+
+
+@contextmanager
+def _reading(run: RunFile, data: RunData | None) -> Iterator[Iterator[object]]:
+    """Batches that are read as a rank of the run reads them. If they come from a network or other processes
+    make them, there is nothing to read here: nor do they take the core of a rank.
+    """
+    known = data.training if data is not None and not run.data.private else None
+    if data is None or known is None or not (known.is_quick and known.is_columnar):
+        yield repeat(None)
+        return
+    size, ahead = run.training.batch_size, run.data.prefetch
+    with RankBatches(known, data.order(run.data.seed), size, prefetch=ahead) as batches:
+        yield iter(batches)
 
 
 def mean_of(found: Sequence[Measured]) -> Measured:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from socket import socketpair
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 import torch
 from torch import Tensor, nn
@@ -60,35 +60,52 @@ _SURELY_S = 2e-4
 
 
 class _Lopsided(nn.Module):
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, is_tied: bool) -> None:
         super().__init__()
+        self.is_tied = is_tied
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_ranks)))
         self.heavy = nn.Parameter(torch.empty(_HEAVY, _HEAVY))
 
     def forward(self, given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """How far the result is from what is wanted; the heavy part counts as well."""
+        bias = self.layers[0].bias if self.is_tied else 0.0
+        given = self.layers(given) + bias  # first, so that the heavy part is behind all cuts
         heavy = (self.heavy @ self.heavy @ self.heavy).mean()
-        return {"loss": nn.functional.mse_loss(self.layers(given), wanted) + heavy}
+        return {"loss": nn.functional.mse_loss(given, wanted) + heavy}
 
 
-def lopsided_graph(num_ranks: int) -> Graph:
+def lopsided_graph(num_ranks: int, *, is_tied: bool = False) -> Graph:
     """The model for so many ranks, captured, so that they need not do it: what that takes no rank of a run
-    takes.
+    takes. If it `is_tied`, the first and the last stage share a parameter, and a thread of each rank sums.
     """
     batch = {name: torch.ones(2, WIDTH) for name in ("given", "wanted")}
-    return capture(_Lopsided(num_ranks), batch, name="lopsided")
+    return capture(_Lopsided(num_ranks, is_tied=is_tied), batch, name="lopsided")
 
 
-def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
-    """The costs of a message and of instructions, the same on all ranks, found with that model.
+def message_costs(
+    world: World,
+    graph: Graph,
+    large_bytes: int,
+    reads: Iterator[object],
+    *,
+    counts_threads: bool,
+) -> EngineCost:
+    """The costs of a message, of instructions and of a batch, found with that model.
 
     `large_bytes` is about as much as a message of the model to be trained has; between it and a small one
-    costs grow evenly.
+    costs grow evenly. `reads` gives batches of a run, as its ranks read them. With `counts_threads` the other
+    threads of a process take the core from its rank; without it they have cores of their own.
     """
     # Large ones first: what a process does for the first time it does slowly.
     large_bytes = max(large_bytes, 2 * _SMALL_BYTES)
-    large = read_off(_run_messages(world, graph, large_bytes))
-    small = read_off(_run_messages(world, graph, _SMALL_BYTES))
+    large, large_beside_s = _run_messages(world, graph, large_bytes, reads)
+    small, small_beside_s = _run_messages(world, graph, _SMALL_BYTES, reads)
+    if counts_threads:
+        # Only large messages have threads of their own.
+        num_sent = ((world.rank > 0) + (world.rank < world.size - 1)) * _num_microbatches(world)
+        moving_s = max(large_beside_s - small_beside_s, 0.0) / num_sent
+        large = replace(large, send_s=large.send_s + moving_s)
+        small = replace(small, batch_s=small.batch_s + small_beside_s)
     more = large_bytes - _SMALL_BYTES
     send, take, late = (
         max(one - other, 0.0) / more
@@ -110,9 +127,16 @@ def message_costs(world: World, graph: Graph, large_bytes: int) -> EngineCost:
     return exchange_costs(DistFabric(world), world.device, costs)
 
 
-def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
+def _num_microbatches(world: World) -> int:
+    return max(NUM_MICROBATCHES, world.size)
+
+
+def _run_messages(
+    world: World, graph: Graph, num_bytes: int, reads: Iterator[object]
+) -> tuple[EngineCost, float]:
+    """The costs with messages of one size, and what threads beside the rank's own take for a batch."""
     samples = max(1, num_bytes // (4 * WIDTH))
-    num_microbatches = max(NUM_MICROBATCHES, world.size)
+    num_microbatches = _num_microbatches(world)
     torch.manual_seed(0)
     batch = {name: torch.randn(samples * num_microbatches, WIDTH) for name in ("given", "wanted")}
     pipeline = Pipeline(
@@ -126,16 +150,18 @@ def _run_messages(world: World, graph: Graph, num_bytes: int) -> Timeline:
     )
 
     def batches(count: int) -> Iterator[Mapping[str, Tensor]]:
-        for _ in range(count):
+        for _ in islice(reads, count):
             yield batch
 
     for _ in pipeline.train(batches(_NUM_SETTLING_MESSAGES)):
         pass
+    before_s = process_time() - thread_time()
     for _ in pipeline.train(batches(_NUM_COUNTED_MESSAGES), record=True):
         pass
-    timeline = pipeline.timeline()
+    beside_s = (process_time() - thread_time() - before_s) / _NUM_COUNTED_MESSAGES
+    costs = read_off(pipeline.timeline())
     pipeline.close()
-    return timeline
+    return costs, beside_s
 
 
 def read_off(timeline: Timeline) -> EngineCost:
@@ -151,9 +177,10 @@ def read_off(timeline: Timeline) -> EngineCost:
         elif one.instruction.kind is Kind.REDUCE:
             reduced_s[one.instruction.batch] = max(reduced_s.get(one.instruction.batch, 0.0), one.end_s)
     lasts: dict[bool, list[float]] = {True: [], False: []}
-    plain, taken, late, agreed, turns = (list[float]() for _ in range(5))
+    plain, taken, late, agreed = (list[float]() for _ in range(4))
+    turns: list[list[float]] = []
     for rank in timeline.ranks:
-        by_place: dict[int, list[float]] = {}
+        by_place: dict[tuple[Kind, int, int | None], list[float]] = {}
         for before, one in pairwise(one for one in rank.intervals() if one.instruction.batch > 0):
             step, gap_s = one.instruction, one.start_s - before.end_s
             message = step.needs(num_stages)
@@ -164,14 +191,12 @@ def read_off(timeline: Timeline) -> EngineCost:
                     agreed.append(one.start_s - reduced_s[step.batch])
             elif message is None:
                 plain.append(gap_s)
-                if rank.track.body:
-                    place = (one.index - len(rank.track.head)) % len(rank.track.body)
-                    by_place.setdefault(place, []).append(gap_s)
+                by_place.setdefault((step.kind, step.stage, step.microbatch), []).append(gap_s)
             elif sent_s[message] < before.end_s - _SURELY_S:
                 taken.append(gap_s)
             elif sent_s[message] > before.end_s + _SURELY_S:
                 late.append(one.start_s - sent_s[message])
-        turns.append(max((_median(gaps) for gaps in by_place.values()), default=0.0))
+        turns.append([_median(gaps) for gaps in by_place.values()])
     instruction_s, take_s = _median(plain), _median(taken)
     return EngineCost(
         instruction_s=instruction_s,
@@ -179,8 +204,8 @@ def read_off(timeline: Timeline) -> EngineCost:
         receive_s=_median(lasts[False]),
         take_s=max(take_s - instruction_s, 0.0),
         late_s=max(_median(late) - take_s, 0.0),
-        # What reads the next batch does so at one place of the loop.
-        batch_s=max(_median(turns) - instruction_s, 0.0),
+        # The next batch is cut at one place of a batch's instructions, and a result is given at another.
+        batch_s=_median([sum(gap_s - instruction_s for gap_s in gaps) for gaps in turns]),
         agree_s=_median(agreed),
     )
 
