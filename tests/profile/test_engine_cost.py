@@ -23,6 +23,7 @@ from bireme.profile.control import STRETCH_S, Control
 from bireme.profile.estimate import Seconds
 from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import CoreTime
+from bireme.runtime.measuring import batch_end
 from bireme.runtime.measuring.batch_end import exchange_costs, lopsided_graph, read_off
 from bireme.schedule.accesses import Sizes
 from bireme.schedule.catalogue import generate
@@ -96,6 +97,23 @@ def test_the_model_of_messages_sends_nothing_but_messages_of_the_size_that_is_as
         users = [place for place, unit in enumerate(units) if "layers.0.bias" in unit.parameters]
         assert min(users) == 0
         assert (max(users) >= num_ranks - 1) is is_tied
+
+
+def test_the_end_of_a_batch_counts_seconds_of_a_core_after_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An update that followed another instruction at once found its weights in the caches."""
+    now_s, other = iter((1.0, 1.25, 2.0, 2.5, 3.0, 4.0)), torch.zeros(4)
+    monkeypatch.setattr(batch_end, "process_time", lambda: next(now_s))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    laps = batch_end._Laps(other)
+    found = []
+    for kind in (Kind.REDUCE, Kind.UPDATE, Kind.TRIAL):
+        laps(Instruction(kind, 0, 0))
+        found.append(other[0].item())
+    laps.pause()
+    assert found == [0.0, 1.0, 2.0]
+    assert laps.seconds == {Kind.REDUCE: [0.25], Kind.UPDATE: [0.5], Kind.TRIAL: [1.0]}
 
 
 def test_a_control_takes_a_small_share_of_the_time() -> None:

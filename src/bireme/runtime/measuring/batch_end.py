@@ -431,7 +431,7 @@ def _run(
 _NUM_SETTLING, _NUM_COUNTED = 3, 7
 """Batches: an optimizer makes its state in the first ones."""
 
-_OTHER_BYTES = 32 * 2**20
+_OTHER_BYTES = 8 * 2**20
 """More than a core's own cache."""
 
 RATE = 1e-6
@@ -456,7 +456,7 @@ def _batch_end_of(
     states: Sequence[ModelState], optimizer: str, num_counted: int = _NUM_COUNTED
 ) -> BatchEndTimes:
     shortest = min((getattr(torch, state.dtype) for state in states), key=lambda one: one.itemsize)
-    laps = _Laps()
+    laps = _Laps(other := torch.zeros(_OTHER_BYTES // 4))
     pipeline = Pipeline(
         _graph_of(states),
         Plan((), 1, "2bw-fresh"),
@@ -472,7 +472,6 @@ def _batch_end_of(
             bank_dtype=shortest if shortest.itemsize < torch.float32.itemsize else None,
         ),
     )
-    other = torch.zeros(_OTHER_BYTES // 4)
 
     def batches() -> Iterator[dict[str, Tensor]]:
         for _ in range(_NUM_SETTLING + num_counted):
@@ -527,21 +526,31 @@ def _call(name: str, result: str, *arguments: Reference) -> Operator:
 
 
 class _Laps:
-    """How long instructions took, by kind; waits for a core are left out, as in all of a profile."""
+    """How long instructions took, by kind; waits for a core are left out, as in all of a profile.
 
-    def __init__(self) -> None:
+    If operators have one thread, these are the seconds of a core that this process took: the thread that sums
+    works while its rank waits. Before an UPDATE or a TRIAL `other` memory is gone through: other stages and
+    micro-batches have used the core since the instruction before.
+    """
+
+    def __init__(self, other: Tensor) -> None:
         self.seconds: dict[Kind, list[float]] = {}
+        self._other = other
         self._kind: Kind | None = None
-        self._began_s = self._waited_s = 0.0
+        self._began_s = 0.0
 
     def __call__(self, step: Instruction) -> None:
         self.pause()
-        self._kind, self._waited_s, self._began_s = step.kind, waited_s(), perf_counter()
+        if step.kind in (Kind.UPDATE, Kind.TRIAL):
+            self._other.add_(1.0)
+        self._kind, self._began_s = step.kind, _worked_s()
 
     def pause(self) -> None:
         """The instruction under way, if there is one, is over."""
         if self._kind is not None:
-            took_s = perf_counter() - self._began_s
-            took_s -= waited_s() - self._waited_s
-            self.seconds.setdefault(self._kind, []).append(max(took_s, 0.0))
+            self.seconds.setdefault(self._kind, []).append(max(_worked_s() - self._began_s, 0.0))
             self._kind = None
+
+
+def _worked_s() -> float:
+    return process_time() if torch.get_num_threads() == 1 else perf_counter() - waited_s()
