@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 
 from bireme.compiled import compiled
 from bireme.errors import BiremeError
-from bireme.placement.annealing_loops import LoadState, LoadTables, shift, state_of, tables_of, value_now
+from bireme.placement.annealing_loops import (
+    LoadState,
+    LoadTables,
+    copy_loads,
+    shift,
+    state_of,
+    tables_of,
+    value_now,
+)
 from bireme.placement.contraction import FoundPlacement, Integers, Items, fits, loads_of, value_of
 from bireme.placement.solve import random_start
 from bireme.placement.workload import Objective
@@ -66,11 +74,11 @@ def _descend(tables: LoadTables, state: LoadState, where: Integers, supported: N
                     supported[item] and state.held[target] + tables.size[item] <= tables.most_bytes
                 )
                 if is_taken:
-                    state.before[:] = state.load
+                    copy_loads(state.load, state.before)
                     shift(tables, state, item, source, target)
                     value = value_now(state)
                     shift(tables, state, item, target, source)
-                    state.load[:] = state.before
+                    copy_loads(state.before, state.load)
                     if value < best:
                         best, best_item, best_target = value, item, target
                         num_moves = 1

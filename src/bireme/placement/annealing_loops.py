@@ -228,7 +228,8 @@ def _accepted(walk: Walk, heat: Heat, progress: float, energy: float, changed: f
 def _keep_best(walk: Walk) -> None:
     if 0.0 <= walk.outcome[0] < walk.best_value[0] and walk.outcome[1] == 0.0:
         walk.best_value[0] = walk.outcome[0]
-        walk.best[:] = walk.slots
+        for part in range(walk.slots.shape[0]):  # not as a slice, as for `copy_loads`
+            walk.best[part] = walk.slots[part]
 
 
 @compiled
@@ -338,6 +339,14 @@ def value_now(state: LoadState) -> float:
 
 
 @compiled
+def copy_loads(given: Floats, copy: Floats) -> None:
+    """Copy one by one: to assign a slice, numba compiles the sentence of an error too, for two seconds."""
+    for device in range(given.shape[0]):
+        for column in range(given.shape[1]):
+            copy[device, column] = given[device, column]
+
+
+@compiled
 def lacking(tables: LoadTables, state: LoadState) -> float:
     """The bytes above the memory of accelerators."""
     total = 0.0
@@ -371,16 +380,14 @@ def _energy_of_loads(tables: LoadTables, state: LoadState, walk: Walk, heat: Hea
 def anneal_loads(
     near: Neighbors, tables: LoadTables, state: LoadState, walk: Walk, heat: Heat, num_moves: int
 ) -> float:
-    """Move items about, at a falling temperature; the best placement that fits is kept. Returns the
-    energy at the end.
-    """
+    """Move items, at a falling temperature; keep the best placement that fits; returns the last energy."""
     energy = _energy_of_loads(tables, state, walk, heat)
     _keep_best(walk)
     for move in range(num_moves):
         num_moved = _propose(near, walk)
         if num_moved == 0:
             continue
-        state.before[:] = state.load
+        copy_loads(state.load, state.before)
         for place in range(num_moved):
             item = walk.moved[place]
             shift(tables, state, item, walk.old[place], walk.slots[item])
@@ -391,7 +398,7 @@ def anneal_loads(
             for place in range(num_moved):
                 item = walk.moved[place]
                 shift(tables, state, item, walk.slots[item], walk.old[place])
-            state.load[:] = state.before
+            copy_loads(state.before, state.load)
             _take_back(walk, num_moved)
     return _energy_of_loads(tables, state, walk, heat)
 
@@ -577,9 +584,7 @@ def _energy_of_steps(near: Neighbors, tables: _StepTables, walk: Walk, price: fl
 
 @compiled
 def anneal_steps(near: Neighbors, tables: _StepTables, walk: Walk, heat: Heat, num_moves: int) -> float:
-    """Move steps about, at a falling temperature; the best placement that fits is kept. Returns the
-    energy at the end.
-    """
+    """Move steps, at a falling temperature; keep the best placement that fits; returns the last energy."""
     energy = _energy_of_steps(near, tables, walk, heat.price)
     _keep_best(walk)
     for move in range(num_moves):

@@ -245,8 +245,10 @@ def _grow(
                 if child < 0:
                     child = num_ideals
                     num_ideals += 1
-                    bits[child] = bits[ideal]
-                    ready[child] = ready[ideal]
+                    # Word by word: to assign a row, numba compiles the sentence of an error too.
+                    for other_word in range(num_words):
+                        bits[child, other_word] = bits[ideal, other_word]
+                        ready[child, other_word] = ready[ideal, other_word]
                     bits[child, word] = grown
                     hashes[child] = key
                     sizes[child] = sizes[ideal] + 1
