@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import given, settings, strategies
 
 import bireme
 
@@ -104,8 +103,11 @@ def be_template(file: int, owner_pid: int, modules: Sequence[str], words: Sequen
             with suppress(ImportError):  # a test that cannot do without it says so
                 importlib.import_module(name)
         _import_tests(words)
-    # No machine is quiet while it runs the suite: what the engine takes is measured once all the same.
-    vars(captured_run)["waited_s"] = lambda: 0.0
+    # No machine is quiet while it runs the suite: what the engine takes is measured once all the same, with
+    # messages of one size, and without a ring of processes that keeps all cores busy for half a second.
+    vars(captured_run).update(
+        waited_s=lambda: 0.0, _rounded=lambda _: 1 << 16, wake_costs=lambda _: (0.0, 0.0)
+    )
     signal.signal(signal.SIGCHLD, _reap)
     signal.signal(signal.SIGTERM, _end)
     listening = socket.socket(fileno=file)
@@ -131,13 +133,10 @@ def _import_tests(words: Sequence[str]) -> None:
     without = [word for name in ("xdist", "cacheprovider", "faulthandler") for word in ("-p", f"no:{name}")]
     pytest.main(["--collect-only", "--capture=no", *without, *words], [_NoItems()])
     sys.path[:] = path
-    _draw()
+    with suppress(ImportError):  # its plugin of pytest does so too, in each worker that has a test of it
+        from hypothesis.internal.conjecture.providers import _get_local_constants
 
-
-@settings(max_examples=1, database=None)
-@given(strategies.text())
-def _draw(_: str) -> None:
-    """Have hypothesis gather the constants of all code at its first case, once for all workers."""
+        _get_local_constants()
 
 
 def _own() -> Iterator[str]:
