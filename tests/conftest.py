@@ -102,12 +102,13 @@ def _folder_of_graphs(config: pytest.Config) -> Path:
     return Path(config.stash[FOLDER]) if cache is None else kept_graphs(cache.mkdir("graphs"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the collector of cycles look at what tests make, and at nothing else.
 
     And seldom: a capture makes so many objects that to look at them took a tenth of its processor seconds.
     """
-    gc.collect()
+    if session.items:  # the template of the workers has none, and all wait for it
+        gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
