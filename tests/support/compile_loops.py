@@ -1,9 +1,9 @@
-"""Have numba compile loops, once for all processes that will need them: those of `place`, or of `codecs`.
+"""Have numba compile the loops of `bireme place` and of codecs, once for all processes that will need them.
 
 Numba keeps what it compiles next to the source. What is searched for and what is sent does not matter here.
 """
 
-import sys
+import os
 from pathlib import Path
 
 import torch
@@ -48,4 +48,8 @@ def compile_codecs() -> None:
 
 
 if __name__ == "__main__":
-    {"place": compile_placement, "codecs": compile_codecs}[sys.argv[1]]()
+    if os.fork() == 0:  # both at once, after one import of what compiles
+        compile_codecs()
+    else:
+        compile_placement()
+        os.wait()
