@@ -17,6 +17,7 @@ from bireme.model.shapes import built_in_shapes, shape_of
 from bireme.profile.profile import Profile
 from bireme.profile.shape_profile import QUANTIZED_BYTES, RANK, TrainedShare, profile_of_shape
 from bireme.profile.stages import stage_cost
+from tests.support.estimates import estimated_once
 from tests.support.extent import TRY_ALL
 from tests.support.graphs import captured_once
 
@@ -81,7 +82,6 @@ def captured_profile(family: str, trained: TrainedShare) -> Profile:
     from bireme.model.capture import capture
     from bireme.model.part import WHOLE, LoraPart, TrainedPart
     from bireme.model.sources import load_source
-    from bireme.profile.profiler import profile
 
     def graph_of() -> Graph:
         part = WHOLE if trained is TrainedShare.FULL else TrainedPart(lora=LoraPart(RANK))
@@ -93,7 +93,7 @@ def captured_profile(family: str, trained: TrainedShare) -> Profile:
             return capture(source.model, source.example_inputs)
 
     graph = captured_once(f"{CONFIGS[family]} {LENGTH} {trained} {RANK}", graph_of, is_kept=True)
-    return profile(graph, device_named("a100"), SIZES, halves=True)
+    return estimated_once(graph, device_named("a100"), SIZES, halves=True)
 
 
 CASES = [
@@ -144,7 +144,6 @@ def test_the_head_of_a_large_vocabulary_is_fused_with_its_loss(
     from bireme.model.fused_loss import fused
     from bireme.model.part import WHOLE, LoraPart, TrainedPart
     from bireme.model.sources import load_source
-    from bireme.profile.profiler import profile
 
     def graph_of() -> Graph:
         part = WHOLE if trained is TrainedShare.FULL else TrainedPart(lora=LoraPart(RANK))
@@ -154,7 +153,7 @@ def test_the_head_of_a_large_vocabulary_is_fused_with_its_loss(
     config = {**CONFIGS["llama"], "vocab_size": 8192, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     graph = captured_once(f"{config} {length} {trained} {RANK}", graph_of, is_kept=True)
-    real = profile(fused(graph).graph, device_named("a100"), (1,), halves=True).units[-1].at(1)
+    real = estimated_once(fused(graph).graph, device_named("a100"), (1,), halves=True).units[-1].at(1)
     shape = shape_of(str(tmp_path))
     own = profile_of_shape(shape, A100, 0.5, length, (1,), trained).units[-1].at(1)
     assert own.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
