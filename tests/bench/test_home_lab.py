@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.common.paced import SPEED, PacedLinear, PacedNorm
+from benchmarks.common.paced import SPEED, PacedDropout, PacedNorm
 from benchmarks.home import model as home
 from benchmarks.home_lab import SETTLED, Lived
 from benchmarks.killing.mortal_run import Round
@@ -65,7 +65,7 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
     torch.set_num_threads(1)
     try:
         clock, x = Clock(CPU), torch.ones(3, 2, 2, requires_grad=True)
-        half = nn.Sequential(PacedNorm(nn.LayerNorm(2), 0.25), PacedLinear(nn.Linear(2, 2), 0.25))
+        half = nn.Sequential(PacedNorm(nn.LayerNorm(2), 0, 0.25), PacedDropout(nn.Dropout(0.0), 0, 0.25))
         half(x).sum().backward()
         assert clock.lap() >= 2 * 3 * 3 * 0.25
     finally:

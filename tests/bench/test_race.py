@@ -16,6 +16,8 @@ from benchmarks.racing.field import LEARNING, SETTINGS
 from benchmarks.racing.rank import Reached
 from benchmarks.racing.results import Results, crossing, curve_document, curve_of, drawn, loss_at
 from benchmarks.racing.runs import LIMITS, Limits, Race
+from bireme.model.gpt import GPT
+from bireme.model.weights import materialize
 from bireme.report.markup import svg
 from tests.support.extent import TRY_ALL
 
@@ -185,7 +187,7 @@ def test_a_half_sleeps_for_what_its_arithmetic_leaves_and_for_its_weights_apart(
     clock = Clock()
     monkeypatch.setattr(paced, "time", clock)
     monkeypatch.delenv("BIREME_BENCHMARK_SPEED", raising=False)
-    norm, out = paced.PacedNorm(nn.LayerNorm(2), 0.5), paced.PacedLinear(nn.Linear(2, 2), 0.5)
+    norm, out = paced.PacedNorm(nn.LayerNorm(2), 3, 0.5), paced.PacedDropout(nn.Dropout(0.0), 3, 0.5)
     model, x = nn.Sequential(norm, Work(clock), out), torch.ones(3, 2, requires_grad=True)
     made = model(x).square().sum()
     assert clock.slept == [0.5]  # of 1.5, one was computed
@@ -204,6 +206,8 @@ def test_a_half_sleeps_for_what_its_arithmetic_leaves_and_for_its_weights_apart(
 def test_first_weights_and_batches_do_not_depend_on_who_asks() -> None:
     first, again = (task.first_model(3).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+    plain = materialize(GPT(task.CONFIG), [*first], seed=3)  # without the operators that sleep
+    assert all(torch.equal(first[name], plain[name]) for name in first)
     assert torch.equal(task.Batches(3)[7], task.Batches(3)[7])
     assert not torch.equal(task.Batches(3)[7], task.Batches(4)[7])
 
