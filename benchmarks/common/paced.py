@@ -155,13 +155,15 @@ class _End(torch.autograd.Function):
 class _Weight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, number: int, seconds: float) -> Tensor:
-        ctx.number, ctx.seconds = number, len(x) * seconds
+        ctx.save_for_backward(x)
+        ctx.number, ctx.seconds = number, seconds  # a capture for any number of samples must not count them
         return _below_autograd("weight", weight, x, number, seconds)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # Torch's engine comes here before the gradient of the input, unless that was asked for alone.
-        _half.take(-1 - ctx.number, ctx.seconds, is_last=False)
+        (x,) = ctx.saved_tensors
+        _half.take(-1 - ctx.number, len(x) * ctx.seconds, is_last=False)
         return gradient, None, None, None
 
 

@@ -76,6 +76,7 @@ def test_a_profile_counts_the_seconds_that_a_layer_sleeps(monkeypatch: pytest.Mo
 def test_the_model_has_tied_weights_and_sleeps_in_every_layer() -> None:
     model, inputs = home.model()
     graph = capture(model, inputs)
+    assert graph.any_batch
     for name in ("begin", "end", "weight"):
         found = sum(one.target.startswith(f"paced.{name}") for one in graph.operators)
         assert found == 2 * home.CONFIG.layers
