@@ -26,7 +26,7 @@ class FileDigest:
 
 
 def scratch_folder() -> TemporaryDirectory[str]:
-    """A folder for a while."""
+    """A temporary folder: where `SCRATCH` names a folder within that, so that it goes even after a kill."""
     return TemporaryDirectory(dir=os.environ.get(SCRATCH))
 
 

@@ -388,20 +388,22 @@ def test_a_signal_other_than_ctrl_c_has_a_machine_leave_and_stops_no_run(
 
 
 @pytest.mark.parametrize(
-    ("interrupts", "sentence"),
+    ("interrupts", "trained", "sentence"),
     [
-        (1, "This machine leaves. It was interrupted before the run has trained here."),
-        (0, "The run was stopped before it has trained."),
+        (1, set(), "This machine leaves. It was interrupted before the run trained here."),
+        (1, {1}, "This machine leaves."),
+        (0, set(), "The run was stopped before it trained."),
     ],
 )
 def test_a_machine_says_why_it_ends_if_the_run_is_stopped_before_it_trains(
-    monkeypatch: pytest.MonkeyPatch, interrupts: int, sentence: str
+    monkeypatch: pytest.MonkeyPatch, interrupts: int, trained: set[int], sentence: str
 ) -> None:
     """It ended with status 130 and no word."""
     monkeypatch.setattr(attendance, "JoinedProcesses", Processes)
     said: list[str] = []
     blue = Attendance(("127.0.0.1", 1), BLUE, OWN.public, FACTS, "blue", said.append, lambda *_: None)
     blue._start(MachineOrders(1, 0, 0, 1, 1, "127.0.0.1", 4000, "the key", RUN))
+    blue._trained |= trained
     found: Any = blue._phases[1]
     found.goes, found.ended = True, [-signal.SIGTERM]
     over = {"is_over": True, "stays": False, "newest": 1, "status": 130, "phases": []}

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from bireme.errors import BiremeError
 from bireme.model.dcp_weights import DcpWeights, write_dcp_weights
-from bireme.model.weights import METADATA, check_weights, load_weights, weight_files
+from bireme.model.shapes import METADATA
+from bireme.model.weights import check_weights, load_weights, weight_files
 from tests.model.test_weights import graph_of
 from tests.support.patience import patience_s
 from tests.support.ranks import start_script

@@ -250,15 +250,19 @@ def test_second_copies_are_counted_where_they_lie(kind: Literal["cpu", "cuda"], 
     assert more_bytes == pytest.approx(num_copies * share * gradients)
 
 
-@pytest.mark.parametrize(("device_bytes", "share"), [(None, 12.0), (2**20, 0.0)])
-def test_second_copies_take_nothing_of_what_is_given_to_each_process(
-    device_bytes: int | None, share: float
+@pytest.mark.parametrize(("beside", "share"), [(0.0, 12.0), (0.99, 12.0), (1.01, 0.0)])
+def test_second_copies_take_nothing_of_what_is_given_to_each_process_if_they_fit_beside_it(
+    beside: float, share: float
 ) -> None:
     """A replica on processors with copies fitted no memory that held one without copies, though they lie in a
     process of their own.
     """
-    request = PlanRequest(batch_size=8, copied_share=12.0, memory=TierLimits(device_bytes))
-    assert PlanningProblem(tiny_profile(), cluster("cpu"), request).kept_share(1) == share
+    plain = PlanRequest(batch_size=8, copied_share=12.0)
+    whole = PlanningProblem(tiny_profile(), cluster("cpu"), plain)
+    assert whole.copied_bytes == 12.0 * sum(one.gradient_bytes for one in tiny_profile().units)
+    device_bytes = int(min(whole.room) - beside * whole.copied_bytes)
+    problem = PlanningProblem(tiny_profile(), cluster("cpu"), replace(plain, memory=TierLimits(device_bytes)))
+    assert problem.kept_share(1) == share
 
 
 def test_partitioners_count_what_a_codec_keeps_where_there_are_replicas() -> None:

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_the_model_of_messages_sends_nothing_but_messages_of_the_size_that_is_as
         users = [place for place, unit in enumerate(units) if "layers.0.bias" in unit.parameters]
         assert min(users) == 0
         assert (max(users) >= num_ranks - 1) is is_tied
+
+
+@pytest.mark.parametrize("counts_threads", [False, True])
+def test_threads_beside_a_rank_count_where_they_take_its_core(
+    monkeypatch: pytest.MonkeyPatch, counts_threads: bool
+) -> None:
+    """Both runs cost the same, but threads take 3 ms more for the 6 large messages."""
+    costs, beside_s = EngineCost(send_s=1e-3, batch_s=2e-3), iter([5e-3, 2e-3])
+    monkeypatch.setattr(batch_end, "_run_messages", lambda *_: (costs, next(beside_s)))
+    monkeypatch.setattr(batch_end, "exchange_costs", lambda _fabric, _device, found: found)
+    world: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    graph: Any = None
+    monkeypatch.setattr(batch_end, "DistFabric", lambda _: None)
+    found = batch_end.message_costs(world, graph, 1 << 20, iter(()), counts_threads=counts_threads)
+    more_bytes = (1 << 20) - batch_end._SMALL_BYTES
+    assert found.batch_s == pytest.approx(4e-3 if counts_threads else 2e-3)
+    assert found.send_s_per_byte * more_bytes == pytest.approx(0.5e-3 if counts_threads else 0.0)
 
 
 def test_the_end_of_a_batch_counts_seconds_of_a_core_after_other_work(

@@ -51,5 +51,7 @@ if __name__ == "__main__":
     if os.fork() == 0:  # both at once, after one import of what compiles
         compile_codecs()
     else:
-        compile_placement()
-        os.wait()
+        try:
+            compile_placement()
+        finally:
+            os.wait()

@@ -426,9 +426,9 @@ def test_the_end_of_a_run_asks_all_machines_at_once_and_none_that_has_ended(
         return SimpleNamespace(is_finished=True)
 
     monkeypatch.setattr(host_launcher, "_under_way_at", under_way_at)
-    with serving(tmp_path, tmp_path) as gone:
-        pass
     with serving(tmp_path, tmp_path, tmp_path) as there:
+        with serving(tmp_path, tmp_path) as gone:
+            pass
         note_begin(orders, 0)
         part(orders, [*gone, *there], leads=True)
     assert {one.address for one in asked} == {one.address for one in there}

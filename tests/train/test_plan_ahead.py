@@ -5,6 +5,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,13 @@ from bireme.errors import BiremeError
 from bireme.model.units import units_of
 from bireme.profile.profile import Profile, save_profile
 from bireme.profile.profiler import profile
-from bireme.train.captured_run import CapturedRun, micro_batches, quickly_measured, shares_by_speed
+from bireme.train.captured_run import (
+    CapturedRun,
+    is_divided,
+    micro_batches,
+    shares_by_speed,
+    sizes_to_measure,
+)
 from bireme.train.folder import RunFolder
 from bireme.train.plan_search import ProfiledRun
 from bireme.train.prepare import make_plan, may_plan_ahead, plan_made_ahead, prepare, sizes_before
@@ -119,8 +126,19 @@ def test_devices_of_two_speeds_may_share_a_batch_by_their_speed() -> None:
 
 def test_a_processor_measures_no_micro_batch_that_computes_for_long() -> None:
     for flops, sizes in ((1e6, [1, 2, 4, 8, 16]), (5e9, [1, 2, 4]), (1e12, [1, 2])):
-        graph = SimpleNamespace(batch=2, operators=[SimpleNamespace(flops=flops * share) for share in (1, 2)])
-        assert quickly_measured([1, 2, 4, 8, 16], graph) == sizes  # type: ignore[arg-type]  # what is read
+        graph: Any = SimpleNamespace(
+            batch=2, operators=[SimpleNamespace(flops=flops * share) for share in (1, 2)]
+        )
+        run = load_run_file(None, ["training.batch_size=16"])
+        assert sizes_to_measure(run, graph, [1, 2, 4, 8, 16], 1) == sizes
+
+
+def test_a_processor_measures_what_the_replicas_that_are_asked_for_need() -> None:
+    """A batch of 44 is 5 and 4 times 2 and so on of sizes 1 and 4, but no sum of sizes 1 and 2."""
+    graph: Any = SimpleNamespace(batch=1, operators=[SimpleNamespace(flops=1e12)])
+    run = load_run_file(None, ["training.batch_size=44", "plan.depth=1", "plan.width=5"])
+    assert not is_divided(run, 5, [1, 2])
+    assert sizes_to_measure(run, graph, [1, 2, 4], 1) == [1, 2, 4]
 
 
 @pytest.mark.slow

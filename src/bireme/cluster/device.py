@@ -52,7 +52,7 @@ class EngineCost:
     the message; `late_s` passes between the two. Sending, taking and lateness grow with the bytes.
     REDUCE, UPDATE and TRIAL take `reduce_s`, `update_s` and `trial_s` however few the parameters are.
     `batch_s` is what a batch takes on each rank besides its instructions, with the other threads of its
-    process where they have no core of their own; `agree_s` how long after the last rank's REDUCE all know of
+    process if ranks want all cores; `agree_s` how long after the last rank's REDUCE all know of
     it. `process_bytes` is what a process holds on its device beside tensors: on a
     processor the interpreter, its libraries and the data; on a GPU its context and kernels. Each byte that a
     rank exchanges with replicas on its machine takes `reduce_s_per_byte` in a sum of whole gradients,

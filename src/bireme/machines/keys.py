@@ -2,7 +2,8 @@
 
 It is a pair of X25519. Two machines that know each other's public keys have a secret in common, with which
 `wire/listener.py` lets one call the other. So a list of public keys is of no use to a thief, and the same key
-serves towards any number of coordinators.
+serves towards any number of coordinators. Beside it are the public keys of those that have admitted this
+machine.
 """
 
 import hmac

@@ -21,6 +21,7 @@ from typing import Any
 
 from bireme.errors import BiremeError, printable, system_errors, system_reason
 from bireme.machines.findings import Finding, fails, note, well
+from bireme.machines.keys import place_of
 from bireme.machines.own_machine import MachineFacts
 from bireme.wire.connection import VERSION
 from bireme.wire.encryption import EncryptedSocket
@@ -206,7 +207,7 @@ def call_coordinator(
     address: Address, key: str, purpose: bytes
 ) -> Generator[Finding, None, RequestLine | None]:
     """A line to `bireme coordinate`, with the findings on the way; None if the last one says why not."""
-    where = f"{address[0]}:{address[1]}"
+    where = place_of(address)
     remedy = "Copy the line that `bireme coordinate` prints there, with a token of its own for this machine."
     refusal = fails("token", f"{where} is not the coordinator that gave the token.", remedy)
     return (yield from _called(address, key, purpose, "bireme coordinate", refusal))
@@ -284,7 +285,7 @@ def _greeted(address: Address, command: str) -> socket.socket:
 
 def _stranger(made: socket.socket, address: Address) -> Finding | None:
     """The finding if no Bireme of this version listens at the other end."""
-    where = f"{address[0]}:{address[1]}"
+    where = place_of(address)
     port = "Compare the port with the line that was printed there."
     begin, ends_s = b"", time.monotonic() + TIMEOUT_S
     try:

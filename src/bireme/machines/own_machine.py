@@ -6,8 +6,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,8 +24,13 @@ _LEAST_DISK_BYTES, _LEAST_SHARED_BYTES = 5 << 30, 64 << 20
 _LEAST_FILES = 1024
 _SHARED = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_OF_GPUS = (_DRIVER, Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""A Linux machine with a GPU that torch computes on has one of these files."""
+_OF_GPUS = (
+    _DRIVER,
+    *map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvmap", "/dev/kfd", "/dev/dxg")),
+)
+"""A Linux machine with a GPU that torch computes on has one of these files: NVIDIA's, also on a Jetson,
+AMD's, or that of Linux within Windows.
+"""
 _MOST_TEXT = 100
 
 
@@ -40,7 +46,7 @@ class MachineFacts:
     @classmethod
     def own(cls, bireme: str) -> "MachineFacts":
         """Those of this machine, with that version of Bireme."""
-        return cls(host_name(), platform.python_version(), version("torch"), bireme)
+        return cls(host_name(), platform.python_version(), _torch_version(), bireme)
 
     @classmethod
     def read(cls, words: object) -> "MachineFacts":
@@ -121,6 +127,16 @@ def _devices() -> Finding:
         )
     remedy = "Install a torch that is built for the GPU (pytorch.org)."
     return note("devices", "there is a driver for GPUs, and this torch is for CPUs only.", remedy)
+
+
+def _torch_version() -> str:
+    """Without importing torch, if it is installed as a package."""
+    if "torch" not in sys.modules:
+        with suppress(PackageNotFoundError):
+            return version("torch")
+    import torch
+
+    return torch.__version__
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from typing import Any
 from bireme.documents import read_json_object
 from bireme.errors import BiremeError, closest
 
+METADATA = ".metadata"
+"""A checkpoint of torch.distributed.checkpoint has this file."""
 LARGEST = 2**24
 """The bound of each size."""
 
@@ -261,5 +263,5 @@ _KIND = {False: "a whole number", True: "true or false"}
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights of transformers or of torch.distributed.checkpoint beside its sizes."""
-    patterns = "*.safetensors", "pytorch_model*.bin", ".metadata"
+    patterns = "*.safetensors", "pytorch_model*.bin", METADATA
     return any(any(folder.glob(pattern)) for pattern in patterns)

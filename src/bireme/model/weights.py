@@ -22,6 +22,7 @@ from bireme.errors import BiremeError, closest
 from bireme.grouping import grouped
 from bireme.model.graph import Graph, ModelState
 from bireme.model.nf4_operator import packed
+from bireme.model.shapes import METADATA
 from bireme.model.torch_private import (
     DispatchMode,
     own_buffers,
@@ -47,8 +48,6 @@ Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 # and its package keeps checkpoints in another form than the model's (experts apart that the model holds
 # together, older names), that package's own rules convert them.
 
-METADATA = ".metadata"
-"""A checkpoint of torch.distributed.checkpoint has this file."""
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

@@ -283,7 +283,7 @@ class Attendance(Interruptible):
                 if self.orders is None:
                     self._tell("The run has ended. This machine took no part in it.")
                 elif answer["status"] == INTERRUPTED and not self._is_coordinators:
-                    self._tell("The run was stopped before it has trained.")
+                    self._tell("The run was stopped before it trained.")
                 return int(answer["status"])
             if self._may_leave(answer):
                 if self._is_leaving:
@@ -393,7 +393,8 @@ class Attendance(Interruptible):
         training = [one for one in self._phases.values() if one.goes and min(one.statuses() or [0]) >= 0]
         if not training or self._num_interrupts > 1:
             if self._num_interrupts == 1 and not self._is_coordinators:
-                self._tell("This machine leaves. It was interrupted before the run has trained here.")
+                why = "" if self._trained else " It was interrupted before the run trained here."
+                self._tell(f"This machine leaves.{why}")
             return INTERRUPTED
         if not any(one.is_stopping for one in training):
             self._tell("The run stops in order on all machines. Ctrl-C again ends this machine at once.")
@@ -498,7 +499,6 @@ class Attendance(Interruptible):
             found = list[Finding]()
             with suppress(OSError, ValueError, KeyError):  # the machine has gone
                 found.extend(check_line((host, port), self._line_key, self._facts))
-            self._measured.append((public, MeasuredLine.of(found)))
             sentences = [f"The line to {name} fails a check: {text}" for text in failures(found)]
             if sentences:
                 time.sleep(2 * _BEAT_S)  # until the coordinator has told if the machine has left
@@ -507,6 +507,7 @@ class Attendance(Interruptible):
             for sentence in sentences:
                 self._tell(sentence)
                 self._lines.append((0, "err", sentence))
+            self._measured.append((public, MeasuredLine.of(found)))  # last: the next may then be measured
             self._wake.set()
 
         if self._measuring is None or not self._measuring.is_alive():

@@ -91,17 +91,32 @@ def micro_batches(run: RunFile) -> list[int]:
     return powers if largest is not None else [size for size in powers if batch % size == 0]
 
 
+def is_divided(run: RunFile, width: int, sizes: Collection[int]) -> bool:
+    """Whether so many replicas can divide a batch into micro-batches of one or two of these sizes."""
+    batch, asked = run.training.batch_size, run.plan.microbatches
+    own = {size * width for size in sizes}
+    own |= {
+        small * width + (large - small) * num for small in sizes for large in sizes for num in range(width)
+    }
+    counts = {batch // one for one in own if one > 0 and batch % one == 0}
+    return bool(counts if asked is None else counts & {asked})
+
+
 _MOST_FLOPS = 2e10
-"""Of the largest operator in a forward on a CPU: what takes a second is no faster per sample if it is larger,
-and takes minutes to measure.
+"""Of the largest operator in a forward, for each thread on a CPU: about a second of a core. What takes so
+long takes no less for each sample if there are more, and minutes to measure.
 """
 
 
-def quickly_measured(sizes: Sequence[int], graph: Graph) -> list[int]:
-    """The sizes to measure on a CPU: at least the two smallest, which divide a batch among any replicas."""
+def sizes_to_measure(run: RunFile, graph: Graph, sizes: Sequence[int], threads: int) -> list[int]:
+    """The sizes to measure on a CPU: the two smallest, and those that do not take long; all if these cannot
+    divide a batch among the replicas that are asked for.
+    """
     flops = max((one.flops for one in graph.operators), default=0.0) / graph.batch
     smallest = sorted(sizes)[:2]
-    return [size for size in sizes if size in smallest or size * flops <= _MOST_FLOPS]
+    found = [size for size in sizes if size in smallest or size * flops <= _MOST_FLOPS * threads]
+    width = run.plan.width
+    return found if width is None or is_divided(run, width, found) else [*sizes]
 
 
 _UNLIKE = 1.5
@@ -171,15 +186,18 @@ class CapturedRun:
         is_free = run.plan.micro_batch is None and run.plan.microbatches is None
         if is_brief and is_free:
             sizes = sizes[::-2]
-        largest, is_on_cpu = max(sizes), like is None and self.machines.device == "cpu"
-        if is_free and is_on_cpu:
-            sizes = quickly_measured(sizes, self.graph)
+        largest, takes_long = max(sizes), is_free and like is None and self.machines.device == "cpu"
+        threads = self.machines.threads or 1
+        if takes_long:
+            sizes = sizes_to_measure(run, self.graph, sizes, threads)
         if known and set(sizes) <= set(known):
             sizes = sorted(known)
         elif is_free and run.plan.largest_batch is None:
             speeds = [placed.device.speed for placed in self.machines.cluster.devices()]
             shares = shares_by_speed(run.training.batch_size, speeds)
             sizes = sorted({*sizes, *(one for one in shares if one <= largest)})
+            if takes_long:
+                sizes = sizes_to_measure(run, self.graph, sizes, threads)
         if like is not None:
             found = self.estimated(like, sizes)
         else:
@@ -288,15 +306,18 @@ class ParallelMeasurer:
         self._at_once = max(1, min(num_workers, num_cores // num_threads))
         self._cores_short = num_cores if num_workers * num_threads > num_cores else 0
         """The cores, if the run wants more of them than there are."""
-        self._wants_all = num_workers * num_threads >= num_cores
+        self._counts_threads = num_threads == 1 < num_workers and num_workers >= num_cores
+        """Whether threads beside the ranks take cores from them. Processor time does not tell them from those
+        of operators with several threads, which leave gaps for them.
+        """
 
     @property
     def circumstances(self) -> tuple[object, ...]:
-        """How many compute at once, whether there will be messages, cores that are too few, and whether
-        threads beside the ranks have cores, with the samples that they read.
+        """How many compute at once, whether there will be messages, cores that are too few, and the samples
+        that are read for a batch if that takes the cores of ranks.
         """
-        num_workers, batch = min(self._num_workers, 2), self._run.training.batch_size
-        return "companions", self._at_once, num_workers, self._cores_short, self._wants_all, batch
+        read = self._run.training.batch_size if self._counts_threads else 0
+        return "companions", self._at_once, min(self._num_workers, 2), self._cores_short, read
 
     def __call__(self, job: MeasuringJob, progress: Progress) -> Measured:
         """Do a job."""
@@ -314,7 +335,7 @@ class ParallelMeasurer:
                 self._run,
                 job,
                 self._at_once,
-                self._wants_all,
+                self._counts_threads,
                 known or lopsided_graph(size, is_tied=is_tied),
                 path,
                 timeout_s=self._run.cluster.timeout_s,
@@ -351,7 +372,7 @@ def _measure(
     run: RunFile,
     job: MeasuringJob,
     at_once: int,
-    wants_all: bool,
+    counts_threads: bool,
     engine: EngineCost | Graph,
     path: Path,
 ) -> _Found | None:
@@ -374,9 +395,9 @@ def _measure(
     began_s, waited_before_s = perf_counter(), waited_s()
     costs = engine if isinstance(engine, EngineCost) else NO_ENGINE
     if isinstance(engine, Graph) and world.size > 1:
-        with _reading(run, data) as reads:
+        with _reading(run, data if counts_threads else None) as reads:
             size = _rounded(job.message_bytes)
-            costs = message_costs(world, engine, size, reads, counts_threads=wants_all)
+            costs = message_costs(world, engine, size, reads, counts_threads=counts_threads)
     was_quiet = waited_s() - waited_before_s < _QUIET_SHARE * (perf_counter() - began_s)
     if world.rank >= at_once:
         return None
@@ -408,14 +429,15 @@ def _measure(
 
 @contextmanager
 def _reading(run: RunFile, data: RunData | None) -> Iterator[Iterator[object]]:
-    """Batches that are read as a rank of the run reads them. If they come from a network or other processes
-    make them, there is nothing to read here: nor do they take the core of a rank.
+    """Batches that are read as ranks of the run read them. It gives None for each if other processes make
+    them or they come from a network: that takes no core of a rank.
     """
     known = data.training if data is not None and not run.data.private else None
     if data is None or known is None or not (known.is_quick and known.is_columnar):
         yield repeat(None)
         return
-    size, ahead = run.training.batch_size, run.data.prefetch
+    # No more ahead than settling batches take: what is read beside others counts for them.
+    size, ahead = run.training.batch_size // (run.plan.width or 1), min(run.data.prefetch, 2)
     with RankBatches(known, data.order(run.data.seed), size, prefetch=ahead) as batches:
         yield iter(batches)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from bireme.devices import ACCELERATOR, device_of_process, num_accelerators
 from bireme.errors import BiremeError, Progress, tell
+from bireme.files import scratch_folder
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
 from bireme.model.units import units_of
@@ -332,7 +332,7 @@ def evaluate(
     check_sizes(samples, graph.inputs, "evaluation", is_text=held.is_text)
     subject.check(model, graph)
     num_stages = _num_stages(job.run, graph, workers)
-    with TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         path = Path(scratch) / "graph.json"
         save_graph(graph, path)
         job = replace(job, num_stages=num_stages, graph=path)

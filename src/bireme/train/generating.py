@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from bireme.bounds import counted
 from bireme.devices import num_accelerators
 from bireme.errors import BiremeError, Progress, printable, tell
+from bireme.files import scratch_folder
 from bireme.model.decoder import decoder_of, state_graph
 from bireme.model.graph import Graph
 from bireme.model.graph_file import load_graph, save_graph
@@ -232,7 +232,7 @@ class TextWriter:
         """Let the model write all texts that are asked for, in new processes if they are several: then `ask`
         must go through pickle.
         """
-        with TemporaryDirectory() as scratch:
+        with scratch_folder() as scratch:
             work = self.saved(scratch)
             if self.count > 1:
                 run = work.run.with_keys("cluster", source=None, workers=self.count, backend="gloo")
@@ -256,7 +256,7 @@ def write_with_others(
     """Let the model that `text` names write, in processes that torchrun or `bireme join` has started: each of
     them calls this, and rank 0 asks. `prompts` are known before.
     """
-    with shared_world(text) as (world, files), TemporaryDirectory() as scratch:
+    with shared_world(text) as (world, files), scratch_folder() as scratch:
         work = None
         if world.rank == 0:
             subject = files.find(sets, tell)

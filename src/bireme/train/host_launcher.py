@@ -13,9 +13,9 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -402,8 +402,12 @@ def part(orders: Orders, others: Sequence[KeeperAddress], *, leads: bool) -> Non
         # One that led too, as the last replica that it knew of, does not copy.
         _wait_until_finished(partial(_under_way_at, address, folder, own))
 
-    with ThreadPoolExecutor(len(others) or 1) as threads:  # one that is cut off takes seconds
-        [*threads.map(wait_for, others)]
+    # One that is cut off takes seconds; and Ctrl-C waits for none.
+    threads = [threading.Thread(target=wait_for, args=(one,), daemon=True) for one in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _is_listening(address: KeeperAddress) -> bool:

@@ -25,7 +25,7 @@ from bireme.plan.plan_file import load_plan, write_plan
 from bireme.report.terminal import progress_bar
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.replicas.hosts import ReplicaPart
-from bireme.train.captured_run import micro_batches
+from bireme.train.captured_run import is_divided, micro_batches
 from bireme.train.checkpoint.checkpoint import Checkpoint, MachinesNote, fetch_manifests, step_after
 from bireme.train.choices import with_agreement
 from bireme.train.export import has_ended
@@ -426,25 +426,12 @@ def most_replicas(run: RunFile, most: int) -> int:
     """The replicas, at most that many, among which the batch can be divided in micro-batches of one or two
     sizes; the other machines stand by. It is `most` if no number of replicas will do.
     """
-    batch, asked = run.training.batch_size, run.plan
-    if asked.largest_batch is not None:
+    if run.plan.largest_batch is not None:
         return most
     sizes = micro_batches(run)
-
-    def is_divided(width: int) -> bool:
-        own = {size * width for size in sizes}
-        own |= {
-            small * width + (large - small) * num
-            for small in sizes
-            for large in sizes
-            for num in range(width)
-        }
-        counts = {batch // one for one in own if one > 0 and batch % one == 0}
-        return bool(counts if asked.microbatches is None else counts & {asked.microbatches})
-
     least = 1 if run.has_copies(1) else 2
     widths = (one for one in range(most, least - 1, -1) if one % (run.sync.sites or 1) == 0)
-    return next(filter(is_divided, widths), most)
+    return next((one for one in widths if is_divided(run, one, sizes)), most)
 
 
 def _forecast(prepared: PreparedRun | None, begun: RunFolder | None, nodes: Nodes) -> PhaseForecast:

@@ -23,7 +23,8 @@ from bireme.files import write_text_atomically
 from bireme.model.graph import Graph
 from bireme.model.graph_file import graph_hash
 from bireme.model.part import WHOLE
-from bireme.model.weights import METADATA, open_weights, weight_files
+from bireme.model.shapes import METADATA
+from bireme.model.weights import open_weights, weight_files
 from bireme.pieces import partial_files
 from bireme.sync.coordinator.messages import SamplePlaces
 from bireme.sync.coordinator.samples import in_force, united

@@ -87,7 +87,8 @@ def _budgets(problem: PlanningProblem, device: int, used: Sequence[int], asked: 
     device_bytes = int(problem.limits[device])
     host_bytes = share.host_bytes if asked.host_bytes is None else asked.host_bytes
     if host_bytes is None and kind == "cpu":
-        host_bytes = int(problem.room[device]) - device_bytes  # it is the same memory
+        # It is the same memory.
+        host_bytes = max(int(problem.room[device] - problem.copied_bytes) - device_bytes, 0)
     disk_bytes = share.disk_bytes if asked.disk_bytes is None else asked.disk_bytes
     if disk_bytes is None:
         raise BiremeError(

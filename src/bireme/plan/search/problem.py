@@ -79,6 +79,8 @@ class PlanningProblem:
         """What each device has for tensors, and `limits` what a plan may use of that."""
         most = None if request.memory is None else request.memory.device_bytes
         self.limits = self.room if most is None else tuple(min(own, float(most)) for own in self.room)
+        self.copied_bytes = request.copied_share * sum(one.gradient_bytes for one in profile.units)
+        """Of the second copies of all units, which lie in a process of their own on the host."""
         self.watts = tuple(device.device.watts for device in placed)
         self.threads = tuple(
             max(1, self.profiles[kind].num_threads) if device.device.kind == "cpu" else 0
@@ -257,12 +259,13 @@ class PlanningProblem:
 
     def kept_share(self, width: int) -> float:
         """What sums and averages keep on a device of so many replicas, for each byte of gradients. What they
-        keep on the host is on the device only if that is a processor. Second copies lie in a process of
-        their own: they take nothing of a part of the memory that is given to each process.
+        keep on the host is on the device only if that is a processor. Second copies are not where so little
+        memory is given to each process that there is room for them beside it.
         """
         request = self.request
         on_host = request.kept_host_share(width) if self._are_processors else 0.0
-        if on_host and self.limits != self.room:
+        rest = (room - limit for room, limit in zip(self.room, self.limits, strict=True))
+        if on_host and min(rest) >= self.copied_bytes:
             on_host -= request.copied_share
         return request.kept_share(width) + on_host
 

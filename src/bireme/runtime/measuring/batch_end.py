@@ -1,8 +1,8 @@
 """What the end of a batch takes for some parameters: REDUCE, TRIAL and UPDATE, run by the engine.
 
 The parameters of a unit are put into a model that does nothing with them but give each a gradient, and the
-engine trains that on this process alone under the rule that has all three instructions. Between batches other
-memory is gone through, for in training a step finds the caches full of activations.
+engine trains that on this process alone under the rule that has all three instructions. Between batches,
+and before TRIAL and UPDATE, other memory is gone through: in training a step finds the caches full of it.
 """
 
 import subprocess
@@ -94,7 +94,8 @@ def message_costs(
 
     `large_bytes` is about as much as a message of the model to be trained has; between it and a small one
     costs grow evenly. `reads` gives batches of a run, as its ranks read them. With `counts_threads` the other
-    threads of a process take the core from its rank; without it they have cores of their own.
+    threads of a process take the core from its rank; without it they have cores of their own. Operators must
+    have one thread then.
     """
     # Large ones first: what a process does for the first time it does slowly.
     large_bytes = max(large_bytes, 2 * _SMALL_BYTES)

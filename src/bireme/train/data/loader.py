@@ -239,8 +239,8 @@ class _Ahead:
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Wait until another result is to be made; False if none is any more. A result made earlier holds
-        memory, and the samples of a batch that is asked for early are assigned without a replica that joins.
+        """Wait until another result is to be made; False after `close`. Made earlier it would hold memory,
+        and a replica that joins would get none of its samples.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._most_ready or self._is_closed)

@@ -122,7 +122,9 @@ class Data(Table):
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that load samples, for a slow dataset of your own; 0 uses a thread."""
     prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Number of batches to load in advance."""
+    """Number of batches to load in advance; at most 1 with groups and diloco, and with quorum where samples
+    only have to be read.
+    """
     seed: Seed = 0
     """Random seed of the order of samples."""
     shuffle_buffer: Annotated[int, Field(ge=0, le=10**8)] = 1000
