@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from bireme import __version__
 from bireme.cli.coordinate import _counts
@@ -21,7 +22,7 @@ from bireme.files import SCRATCH, scratch_folder
 from bireme.machines import line
 from bireme.machines.admission import AdmissionToken, change_admissions, issue_tokens
 from bireme.machines.findings import Finding, fails
-from bireme.machines.gathering import Gathering, GatheringListener
+from bireme.machines.gathering import Gathering, GatheringListener, MachineBeat
 from bireme.machines.keys import HOME, MachineKey, known_coordinator, note_coordinator
 from bireme.machines.line import DoctorListener, check_between
 from bireme.machines.measured_lines import MeasuredLine
@@ -496,6 +497,42 @@ def test_machines_measure_the_lines_between_them_before_the_run_begins(
     first, second = sorted(one.orders.lines for one in there if one.orders is not None)
     assert (first, [(one.first, one.second) for one in second]) == ((), [(0, 1)])
     assert second[0].line.out_bytes_per_s > 1e5
+
+
+def test_the_first_figure_of_a_host_gives_its_speed_for_the_whole_run(meeting: Meeting) -> None:
+    """Also if its `bireme join` is started again. The third machine is on the host of the first."""
+    run = replace(RUN, by_speed=True)
+    gathering = Gathering(run, OWN, "10.0.0.1", (3, 3), 0.0, meeting.list, meeting.told.append)
+    keys = [one.public for one in (BLUE, GREEN, RED)]
+
+    def offer(key: str, address: str, instance: str) -> None:
+        gathering.take_offer(key, address, asdict(MachineOffer(instance, 1, 1, (), 1, line_port=1)))
+
+    def beat(key: str, control_s: object) -> dict[str, Any]:
+        told = TypeAdapter(MachineBeat).validate_python(NO_NEWS | {"control_s": control_s})
+        return gathering.beat(key, told)
+
+    for key, address in zip(keys, ("10.0.0.1", "10.0.0.2", "10.0.0.1"), strict=True):
+        gathering.admit(key, issue_tokens(meeting.list, OWN.public, 1, 60.0)[0].secret, key[:4])
+        offer(key, address, "once")
+    for one, two in combinations(keys, 2):
+        gathering._lines.note(one, two, None)
+    gathering.turn()
+    assert gathering.phases.is_timing
+    for key, control_s in zip([*keys, keys[1]], (0.001, 0.003, 0.009, 0.001), strict=True):
+        assert not beat(key, control_s)["phases"]
+    gathering.turn()
+    gathering.phases.note_ready(1, PhaseForecast(survives=True))
+    gathering.leave(keys[1], "once", for_good=False)
+    offer(keys[1], "10.0.0.2", "again")
+    orders = [beat(key, 0.5)["phases"][0]["orders"] for key in keys]
+    assert [one["speed"] for one in orders] == [1.0, 0.32, 1.0]
+    assert [one["control_s"] for one in gathering.machines()] == [0.001, 0.003, 0.009]
+    names = ", ".join(f"{key[:4]} {one}" for key, one in zip(keys, ("1", "0.32", "1"), strict=True))
+    assert f"The plan uses the speeds of the machines as they were measured: {names}." in meeting.told
+    for lie in (-1.0, float("inf"), float("nan"), "fast"):
+        with pytest.raises(ValidationError):
+            beat(keys[1], lie)
 
 
 def test_after_a_loss_the_lines_are_those_with_which_plans_were_made_ahead(

@@ -20,6 +20,7 @@ from bireme.machines import line
 from bireme.machines.admission import AdmissionToken
 from bireme.machines.keys import HOME
 from bireme.machines.lending import DailyHours, service_unit, set_limits
+from bireme.machines.orders import SPEED
 from bireme.train import attendance
 from bireme.train.attendance import Attendance
 from bireme.train.machines import server_here
@@ -65,6 +66,8 @@ def test_limits_hold_for_plans_and_for_lines_that_leave_the_host(monkeypatch: py
     assert {one.memory_bytes for one in found.devices} == {512 << 20}
     assert [card.link.bytes_per_s for card in found.cards] == [50e6 / 8] * max(len(before.cards), 1)
     assert os.environ[VISIBLE] == ""
+    monkeypatch.setenv(SPEED, "0.32")
+    assert {one.speed for one in server_here("cpu", 2).devices} == {0.32}
     house = House()
     try:
         for leaves in (False, True):

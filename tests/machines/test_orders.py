@@ -20,6 +20,7 @@ from bireme.machines.orders import (
     RunRecord,
     read_record,
     record_path,
+    relative_speed,
     write_record,
 )
 from bireme.train import attendance
@@ -30,7 +31,7 @@ from tests.machines.test_gathering import BLUE, FACTS, GREEN, NO_NEWS, OWN, RUN,
 from tests.support.patience import patience_s
 
 ORDERS = MachineOrders(2, 0, 0, 1, 2, "10.0.0.1", 4000, "the key", RUN)
-OFFER = MachineOffer("once", 4, 1 << 30, ("a GPU",), 4000)
+OFFER = MachineOffer("once", 4, 1 << 30, ("a GPU",), 4000, control_s=0.001)
 MACHINES = (
     RecordedMachine(OWN.public, "red", "10.0.0.1", OFFER, ORDERS),
     RecordedMachine(BLUE.public, "blue", "10.0.0.2", OFFER, replace(ORDERS, number=1, first=1)),
@@ -66,6 +67,8 @@ def test_a_record_is_read_back_and_is_for_its_user_alone(path: Path, monkeypatch
         (("machines", 1, "orders", "num_ranks"), 2, "do not follow each other"),
         (("machines", 1, "orders", "key"), "another", "more than one run"),
         (("machines", 0, "offer", "num_cores"), 0, "num_cores"),
+        (("machines", 0, "offer", "control_s"), -0.5, "control_s"),
+        (("machines", 0, "orders", "speed"), 0.001, "speed"),
         (("machines", 0, "public"), "no key", "public"),
         (("port",), 70000, "port"),
         (("newest",), 1, "train in phase 2, and the newest one is 1"),
@@ -83,6 +86,28 @@ def test_a_record_that_contradicts_itself_is_not_believed(
     path.write_text(json.dumps(found))
     with pytest.raises(BiremeError, match=rf"(?s){sentence}.*remove .*{path.name}"):
         read_record(path, RUN)
+
+
+@pytest.mark.parametrize(
+    ("control_s", "speed"),
+    [
+        (None, 1.0),
+        (0.0, 1.0),
+        (0.8, 1.0),
+        (1.25, 1.0),
+        (1.3, 0.75),
+        (3.0, 0.32),
+        (3.1, 0.32),
+        (0.5, 1.9),
+        (1e3, 0.01),
+        (1e-9, 97.0),
+    ],
+)
+def test_speeds_have_steps_and_bounds_and_a_small_difference_is_none(
+    control_s: float | None, speed: float
+) -> None:
+    assert relative_speed(control_s, 1.0) == speed
+    assert relative_speed(1.0, None) == 1.0
 
 
 def begun(folder: Path) -> tuple[Meeting, list[RecordedMachine]]:

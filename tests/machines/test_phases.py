@@ -79,6 +79,16 @@ def test_a_run_waits_for_the_measurements_of_its_lines_and_not_for_long() -> Non
         assert story.trains == (1, "abc")
 
 
+def test_a_run_waits_longer_for_the_speeds_of_machines_that_import_torch() -> None:
+    story = Story()
+    story.phases.is_timing = True
+    story.come("abc")
+    story.turn(59.0)
+    assert story.trains == (0, "")
+    story.turn(60.0)
+    assert story.trains == (1, "abc")
+
+
 def test_a_pipeline_that_loses_a_machine_goes_on_over_the_others() -> None:
     story = Story(machines="abc")
     story.progress(20)

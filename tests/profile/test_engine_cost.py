@@ -20,7 +20,8 @@ from bireme.plan.partition.chain import chain_of
 from bireme.plan.plan_request import PlanRequest
 from bireme.plan.search.search import find_plan, forecast_of
 from bireme.plan.search.works import ReplicaWork
-from bireme.profile.control import STRETCH_S, Control
+from bireme.profile import control
+from bireme.profile.control import STRETCH_S, Control, control_now_s
 from bireme.profile.estimate import Seconds
 from bireme.profile.measuring import BatchEndTimes, Measured
 from bireme.profile.timing import CoreTime
@@ -149,6 +150,16 @@ def test_a_control_takes_a_small_share_of_the_time() -> None:
     assert control.median_s == 0.5
     assert sum(control.seconds) <= 0.01 * now_s
     assert len(control.seconds) >= 2
+
+
+def test_a_machine_is_as_fast_as_all_its_cores_between_disturbances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other made a machine with one busy core 30 times as slow."""
+    rates, pauses = iter([30.0, 70.0, 40.0, 60.0, 20.0, 20.0, 45.0, 45.0]), list[float]()
+    monkeypatch.setattr(control, "sleep", pauses.append)
+    assert control_now_s(1) > 0
+    monkeypatch.setattr(control, "_laps_per_s", lambda _: next(rates))
+    assert control_now_s(2) == 0.01
+    assert sum(pauses[4:]) > 0.5
 
 
 def test_a_thread_is_slower_by_its_waits_and_by_what_the_host_takes_away() -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,12 +25,19 @@ pytestmark = pytest.mark.slow
 all_only = pytest.mark.skipif(not TRY_ALL, reason="it takes a minute: make test-all")
 
 
-def command(folder: Path, home: str, *words: str, pace_s: float = 0.0, runs: Path | None = None) -> Running:
+def command(
+    folder: Path,
+    home: str,
+    *words: str,
+    pace_s: float = 0.0,
+    runs: Path | None = None,
+    first: Callable[[], None] | None = None,
+) -> Running:
     """`bireme WORDS…` on a machine of its own, as far as its key says, and with a folder for runs of its own
     if one is given.
     """
     variables = {HOME: str(folder / home), PACE: str(pace_s)} | ({RUNS: str(runs)} if runs else {})
-    process = Copy(["-m", "bireme", *words], folder, variables=variables)
+    process = Copy(["-m", "bireme", *words], folder, variables=variables, first=first)
     return Running(process, folder / "runs" / "run", process.err)
 
 

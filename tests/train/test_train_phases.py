@@ -3,12 +3,19 @@
 import re
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bireme.cluster.cluster_file import read_cluster
+from bireme.model.graph_file import load_graph
+from bireme.model.units import units_of
+from bireme.plan.plan_file import load_plan
+from bireme.profile import control
 from bireme.sync.coordinator.ledger_check import check_ledger
 from tests.support.extent import TRY_ALL
+from tests.support.hosts import Host, hosts
 from tests.support.paced_samples import GATE
 from tests.support.patience import patience_s
 from tests.support.training import GPT, Running, losses, metrics, settings, write_run
@@ -57,6 +64,31 @@ def test_a_run_of_two_machines_that_loses_one_goes_on_and_ends(tmp_path: Path) -
     assert [len(one["devices"]) for one in starts] == [2, 1]
     assert starts[1]["step"] in range(4, 40, 4)
     assert metrics(tmp_path / "runs" / "run", "stop")[-1]["reason"] == "finished"
+
+
+def be_machine(host: Host, control_s: float) -> None:
+    """Be on that host, where the control takes so long."""
+    vars(control).update(control_now_s=lambda _: control_s)
+    host.begin()
+
+
+def test_a_machine_that_is_a_third_as_fast_gets_fewer_layers(tmp_path: Path) -> None:
+    run, more = planned(tmp_path, "allreduce", model=LARGER), settings(training__steps=4)
+    with ExitStack() as stack:
+        first, second = stack.enter_context(hosts(2))
+        words = ("coordinate", str(run), "--listen", f"{first.address}:0", *more)
+        red = command(tmp_path, "red", *words, first=partial(be_machine, first, 1e-3))
+        closing(stack, red)
+        (line,) = lines_of(red, 1)
+        blue = command(tmp_path, "blue", *line, first=partial(be_machine, second, 3e-3))
+        found = [ended(one) for one in (red, *closing(stack, blue))]
+    assert [status for status, *_ in found] == [0, 0], found
+    assert "as they were measured: host-0 1, host-1 0.32." in found[0][2]
+    plan = load_plan(red.run / "plan.json").plan
+    cuts = (0, *plan.cuts, len(units_of(load_graph(red.run / "graph.json"))))
+    speeds = {one.name: one.device.speed for one in read_cluster(red.run / "cluster.toml").devices()}
+    sizes = {speeds[own]: cuts[stage + 1] - cuts[stage] for stage, (own,) in enumerate(plan.devices)}
+    assert sizes[0.32] < sizes[1.0] / 2
 
 
 @_ALL_ONLY

@@ -199,6 +199,8 @@ def _run_offer(run_file: Path | None, sets: list[str], *, as_json: bool) -> "tup
         run.elastic.patience_s,
         as_json,
         run.balance.replan,
+        # Replicas that are whole on each machine get samples by their speed.
+        by_speed=run.cluster.source is None and (not run.sync.is_coordinated or run.plan.width == 1),
     )
     return offer, folder.absolute()
 

@@ -4,9 +4,9 @@ A machine calls with its key, shows a token if it is not in the list yet, checks
 does, and offers what it has. From then on it asks every second how things are, and says how its launcher is.
 Every answer is the state of things, so a request that is lost is of no matter: the machine asks again.
 
-    admit secret, name ──▶ error     beat port, phases, lines, leaves, handover, model, measured ──▶ error,
-    offer ──▶ error                      phases, newest, is_over, status, addresses, handover, stays, lines
-    leave ──▶ error
+    admit secret, name ──▶ error     beat port, phases, lines, leaves, handover, model, measured, control_s
+    offer ──▶ error                      ──▶ error, phases, newest, is_over, status, addresses, handover,
+    leave ──▶ error                          stays, lines
 
 Once enough machines are there, the first phase of the run begins. Each machine gets its orders: its number,
 the address and the key of the store of the phase, and the run file. With them it starts `bireme train` as
@@ -30,7 +30,15 @@ from bireme.machines.handover import digest_of_packed
 from bireme.machines.keys import MachineKey
 from bireme.machines.line import Address, LineListener, RequestLine, answer_check
 from bireme.machines.measured_lines import LineBetween, LineTable, MeasuredLine
-from bireme.machines.orders import MachineOffer, MachineOrders, PhaseReport, RecordedMachine, RunOffer
+from bireme.machines.orders import (
+    ControlTime,
+    MachineOffer,
+    MachineOrders,
+    PhaseReport,
+    RecordedMachine,
+    RunOffer,
+    relative_speed,
+)
 from bireme.machines.own_machine import MachineFacts
 from bireme.machines.phases import PhaseRules, RunPhase, RunPhases
 from bireme.wire.listener import Caller, new_key
@@ -48,7 +56,8 @@ _SEEN_S = 5.0
 class MachineBeat:
     """What a machine says every second: a `port` that is free there, how its `phases` are, the `lines` that
     these have printed, whether it is to leave, the digest of what was handed over to it, and where it serves
-    the model of the run that has ended there. It has `measured` lines to others, None for one that failed.
+    the model of the run that has ended there. It has `measured` lines to others, None for one that failed,
+    and `control_s` as in its offer.
     """
 
     port: int
@@ -58,6 +67,7 @@ class MachineBeat:
     handover: str
     model: dict[str, str] | None
     measured: tuple[tuple[str, MeasuredLine | None], ...] = ()
+    control_s: ControlTime = None
 
 
 _OFFER, _BEAT = TypeAdapter(MachineOffer), TypeAdapter(MachineBeat)
@@ -82,6 +92,11 @@ class _Member:
     """Whether it has the key with which others check their lines to it."""
     knows_end: bool = False
     """Whether it was told that the run has ended, and that it need not stay."""
+
+    def note_control(self, seconds: float | None) -> None:
+        """Keep the time of the control, if none is known: a later figure is no reason to plan again."""
+        if self.offer.control_s is None:
+            self.offer = replace(self.offer, control_s=seconds)
 
 
 class Gathering:
@@ -174,6 +189,7 @@ class Gathering:
                     "phase": one.phase,
                     "statuses": one.statuses,
                     **asdict(one.offer),
+                    "speed": self._speed_of(one),
                 }
                 for one in self._members.values()
             ]
@@ -231,6 +247,7 @@ class Gathering:
             made = _Member(public, name, address, offer, now_s, public == self._own.public)
             if before is not None:
                 made.phase, made.statuses = before.phase, before.statuses
+                made.note_control(before.offer.control_s)
             self._members[public] = made
             if not is_there:
                 self._lines.note_arrival()
@@ -263,6 +280,7 @@ class Gathering:
                 return {"error": "", "is_known": False}
             now_s = one.seen_s = time.monotonic()
             one.offer = replace(one.offer, port=told.port)
+            one.note_control(told.control_s)
             for other, line in told.measured:
                 if other in self._members:
                     self._lines.note(public, other, line)
@@ -390,7 +408,11 @@ class Gathering:
             for one in tuple(self._members.values()):
                 if one.seen_s + _SEEN_S < now_s and not one.is_gone:
                     self._lose(one)
-            self.phases.is_measuring = self._lines.is_new([*self._measurable])
+            measurable = self._measurable
+            self.phases.is_measuring = self._lines.is_new([*measurable])
+            untimed = any(one.offer.control_s is None for one in measurable.values())
+            num_hosts = len({one.address for one in measurable.values()})
+            self.phases.is_timing = self._run.by_speed and untimed and num_hosts > 1
             self.phases.turn(now_s)
             for phase in self.phases.phases():
                 if phase.number not in self._orders:
@@ -429,12 +451,12 @@ class Gathering:
         members = [self._members[public] for public in phase.machines]
         members.sort(key=lambda one: not one.is_own)
         key, first, found = new_key(), 0, dict[str, MachineOrders]()
-        counts = [self._num_ranks(one, members) for one in members]
+        counts, speeds = [self._num_ranks(one, members) for one in members], self._speeds_of(members)
         port, master = members[0].offer.port, members[0].address
         lines = self._lines_between([one.public for one in members])
-        for number, (one, count) in enumerate(zip(members, counts, strict=True)):
+        for number, (one, count, speed) in enumerate(zip(members, counts, speeds, strict=True)):
             found[one.public] = MachineOrders(
-                phase.number, number, first, count, sum(counts), master, port, key, self._run, lines
+                phase.number, number, first, count, sum(counts), master, port, key, self._run, lines, speed
             )
             lines = ()
             first += count
@@ -458,8 +480,25 @@ class Gathering:
             return 1
         if self._run.workers is not None:
             return self._run.workers
-        has_gpus = all(other.offer.devices for other in members)
-        return len(one.offer.devices) if self._run.uses_gpus and has_gpus else 1
+        return len(one.offer.devices) if self._are_gpus(members) else 1
+
+    def _are_gpus(self, members: Sequence[_Member]) -> bool:
+        """Whether the processes of these machines compute on GPUs, if the run file names no workers."""
+        return self._run.uses_gpus and all(one.offer.devices for one in members)
+
+    def _speeds_of(self, members: Sequence[_Member]) -> list[float]:
+        """The speeds of processors relative to the first one, for plans. Machines at one address are one."""
+        of_hosts = {one.address: one.offer.control_s for one in reversed(members)}
+        first_s = of_hosts[members[0].address] if self._run.by_speed else None
+        found = [relative_speed(of_hosts[one.address], first_s) for one in members]
+        if {*found} != {1.0} and not self._are_gpus(members):
+            speeds = ", ".join(f"{one.name} {speed:g}" for one, speed in zip(members, found, strict=True))
+            self._tell(f"The plan uses the speeds of the machines as they were measured: {speeds}.")
+        return found
+
+    def _speed_of(self, one: _Member) -> float | None:
+        orders = self._orders.get(one.phase, {}).get(one.public)
+        return None if orders is None else orders.speed
 
     def address_of(self, seen: str) -> str:
         """How the other machines reach the one that calls from that address."""

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from json import dumps
+from math import log
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Len
-from pydantic import StringConstraints, TypeAdapter
+from pydantic import AllowInfNan, StringConstraints, TypeAdapter
 
 from bireme.documents import read_dataclass
 from bireme.errors import BiremeError
@@ -27,16 +28,25 @@ from bireme.machines.phases import PhaseForecast, PhaseProgress
 
 PHASE = "BIREME_PHASE"
 """Variable of a process: the phase that it is of."""
+SPEED = "BIREME_SPEED"
+"""Variable of a process: the speed of its machine, relative to that of rank 0."""
+
+_SLOWEST, _FASTEST = 0.01, 100.0
+"""How slow and how fast a machine may call itself, relative to the first one."""
+_ALIKE, _STEP = 1.25, 1.1
+"""Machines that differ by less count as equally fast, and the speeds of others have steps."""
 
 _FORMAT = 1
 _Text = Annotated[str, Len(0, 400)]
+ControlTime = Annotated[float, Ge(0), Le(1000), AllowInfNan(False)] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MachineOffer:
     """What a machine has: `instance` is of one start of `bireme join`, `port` is free there for the store of
     the run, `line` the latency and bandwidth to the coordinator in words, `measured` in numbers. Other
-    machines check their lines to it at `line_port`, if that is not 0.
+    machines check their lines to it at `line_port`, if that is not 0. `control_s` is the time of the control
+    there, 0 if it could not be timed, None before.
     """
 
     instance: Annotated[str, Len(1, 64)]
@@ -47,6 +57,7 @@ class MachineOffer:
     line: _Text = ""
     measured: MeasuredLine | None = None
     line_port: Annotated[int, Ge(0), Le(65535)] = 0
+    control_s: ControlTime = None
 
     @property
     def sentence(self) -> str:
@@ -62,7 +73,7 @@ class RunOffer:
     each machine if the run file gives them, `can_return` is whether a machine may go and come back without a
     new phase. It has `steps` batches. A machine that has come or gone counts after `patience_s`, and if the
     run `replans`, a slow stage too. With a `verb` it is no training but that command with these `words`, and
-    the text is empty but for a name.
+    the text is empty but for a name. Plans use the speeds of the machines if it goes `by_speed`.
     """
 
     text: str
@@ -75,6 +86,20 @@ class RunOffer:
     replans: bool = False
     verb: Literal["train", "evaluate", "generate"] = "train"
     words: tuple[str, ...] = ()
+    by_speed: bool = False
+
+
+def relative_speed(own_s: float | None, first_s: float | None) -> float:
+    """The speed of a machine relative to the first one, by the time of the control on both. It is 1 if either
+    is unknown, or if they differ by no more than measurements scatter; else it has steps, so that plans stay
+    comparable.
+    """
+    if not own_s or not first_s:
+        return 1.0
+    speed = min(max(_SLOWEST, first_s / own_s), _FASTEST)
+    if 1 / _ALIKE <= speed <= _ALIKE:
+        return 1.0
+    return float(f"{_STEP ** round(log(speed, _STEP)):.2g}")
 
 
 def phase_of(variables: Mapping[str, str]) -> int:
@@ -95,7 +120,7 @@ def folder_for_runs(run: RunOffer) -> str:
 @dataclass(frozen=True, slots=True)
 class MachineOrders:
     """What a machine is to start: `num_ranks` processes from rank `first` on, of `size` in the phase. The
-    first machine, which plans, gets the `lines` between all.
+    first machine, which plans, gets the `lines` between all. `speed` is relative to that machine.
     """
 
     phase: int
@@ -108,6 +133,7 @@ class MachineOrders:
     key: str = field(repr=False)
     run: RunOffer
     lines: tuple[LineBetween, ...] = ()
+    speed: Annotated[float, Ge(_SLOWEST), Le(_FASTEST)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ come with the lines of the log, and after the time of this many batches.
 """
 _LINES_S = 10.0
 """How long a run waits for the measurements of its lines before it begins."""
+_CONTROLS_S = 60.0
+"""How long it waits until the control was timed on all machines, which first import torch."""
 _LEAST_COMPARED = 5
 """Batches of a phase after which their seconds are compared with the prediction."""
 
@@ -155,6 +157,8 @@ class RunPhases:
         """The numbers of phases that were prepared and given up. Their processes end in any order."""
         self.is_measuring = False
         """Whether a line between the machines that are there is not measured yet."""
+        self.is_timing = False
+        """Whether the control is not timed yet on one of them."""
         self._number = 0
         self._changed_s = 0.0
         """When a machine came or went for the last time."""
@@ -360,6 +364,8 @@ class RunPhases:
         if not self.has_begun:
             quiet_s = now_s - self._changed_s
             if self.is_measuring and quiet_s < _LINES_S:
+                return False
+            if self.is_timing and quiet_s < _CONTROLS_S:
                 return False
             is_quiet = quiet_s >= rules.wait_s
             return len(there) >= rules.most or (len(there) >= rules.least and is_quiet)

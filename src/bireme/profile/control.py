@@ -12,12 +12,13 @@ import os
 import platform
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import TypeVar
 
 import torch
@@ -199,3 +200,30 @@ class Control:
         self._began_s, self._before = self.clock(), now
         self._num_batches, self._passed_s = 0, last_s
         self.seconds = [last_s]
+
+
+_TRY_S, _PAUSES_S = 0.1, (0.0, 0.3, 0.3, 0.3)
+"""In all about as long as the check of a line keeps a core busy in one direction."""
+
+
+def _laps_per_s(ends_s: float) -> float:
+    """How often this thread does the control in a second, up to that time of `perf_counter`."""
+    torch.set_num_threads(1)
+    control, began_s = Control(), perf_counter()
+    while not control.seconds or perf_counter() < ends_s:
+        control.time()
+    return len(control.seconds) / (perf_counter() - began_s)
+
+
+def control_now_s(num_threads: int) -> float:
+    """What the control takes on this machine, if these threads do it apart, beside all else that runs there:
+    the best of several tries, so that a disturbance of a second does not count.
+
+    Threads of one product wait for each other: if others have a core, that is 30 times as slow.
+    """
+    rates = list[float]()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for pause_s in _PAUSES_S:
+            sleep(pause_s)
+            rates.append(sum(pool.map(_laps_per_s, [perf_counter() + _TRY_S] * num_threads)))
+    return 1 / max(rates)

@@ -39,7 +39,7 @@ from bireme.machines.own_machine import MachineFacts, gpu_names
 from bireme.runtime.copies.folder_server import FolderServer
 from bireme.runtime.copies.keeper import KeeperAddress, KeeperProcess
 from bireme.train.folder import exported_step
-from bireme.train.joined_processes import JoinedProcesses
+from bireme.train.joined_processes import JoinedProcesses, timed_control
 
 _BEAT_S, _SOON_S, _AGAIN_S, _PARTING_S, _LOOK_S = 1.0, 0.1, 2.0, 5.0, 30.0
 _LEAVE_S = 120.0
@@ -124,6 +124,7 @@ class Attendance(Interruptible):
         self._measuring: threading.Thread | None = None
         self._measured = list[tuple[str, MeasuredLine | None]]()
         """Lines to other machines that the coordinator has not got yet, by their keys."""
+        self._control_s: float | None = None
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self.answer: Callable[..., object] | None = None
@@ -207,6 +208,7 @@ class Attendance(Interruptible):
                 (self.listens_at, 0), self._key_of_lines, self._facts, lambda _: None
             )
             self.offer = replace(self.offer, line_port=self._answering.port)
+        threading.Thread(target=self._time_control, name="bireme control", daemon=True).start()
         try:
             if self._line is not None:
                 try:
@@ -461,6 +463,7 @@ class Attendance(Interruptible):
                 handover=self._handover,
                 model=self._served_model(),
                 measured=[(public, line and asdict(line)) for public, line in measured],
+                control_s=self._control_s,
             )
             if not answer["is_known"]:
                 self._tell("This machine was silent for too long. It offers itself again.")
@@ -530,6 +533,11 @@ class Attendance(Interruptible):
                     "This machine is a deputy. If the coordinator is lost for good, type here: "
                     f"bireme coordinate --take-over {run}"
                 )
+
+    def _time_control(self) -> None:
+        """Time the control, as soon as torch is imported."""
+        self._control_s = timed_control()
+        self._wake.set()
 
     def _hang_up(self) -> None:
         if self._line is not None:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from bireme.cluster.machine import num_cores
 from bireme.errors import BiremeError
 from bireme.files import SCRATCH
 from bireme.machines.keys import key_path
-from bireme.machines.orders import PHASE, MachineOrders, PhaseReport, run_name
+from bireme.machines.orders import PHASE, SPEED, MachineOrders, PhaseReport, run_name
 from bireme.machines.phases import PhaseForecast, PhaseProgress
 from bireme.runtime.copies.keeper import KeeperAddress
 from bireme.runtime.fork_server import take_environment
@@ -297,6 +297,7 @@ def _variables(orders: MachineOrders, place: int) -> dict[str, str]:
         "MASTER_PORT": str(orders.port),
         KEY: orders.key,
         PHASE: str(orders.phase),
+        SPEED: str(orders.speed),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -322,11 +323,33 @@ def _train(talk: Connection, variables: dict[str, str], words: list[str], is_att
     # Those of the server may be for a file, which a pipe is not.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (as long as the process)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    asked = variables.get("OMP_NUM_THREADS", "").partition(",")[0]
     # What torch read when it was imported is for the server, which has one thread.
-    torch.set_num_threads(int(asked) if asked.isdecimal() and int(asked) else num_cores())
+    torch.set_num_threads(_num_threads())
     sys.argv = ["bireme", *words]
     runpy.run_module("bireme", run_name="__main__", alter_sys=True)
+
+
+def _num_threads() -> int:
+    """The threads of a process of this machine that is the only one."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(asked) if asked.isdecimal() and int(asked) else num_cores()
+
+
+def timed_control() -> float:
+    """What the control takes on this machine, by a process of its own; 0 if that fails."""
+    try:
+        process, talk = start_process("bireme control", _time_control)
+        with closing(process), talk:
+            return float(talk.recv())
+    except (EOFError, OSError, RuntimeError):
+        return 0.0
+
+
+def _time_control(talk: Connection) -> None:
+    from bireme.profile.control import control_now_s
+
+    os.setsid()  # a signal of the terminal is not for this process
+    talk.send(control_now_s(_num_threads()))
 
 
 def _read_lines(stream: Connection, name: str, show: Show, notice: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ from bireme.cluster.machine import discover, num_cores
 from bireme.devices import ACCELERATOR, UNTESTED, Backend, num_accelerators
 from bireme.errors import BiremeError, tell
 from bireme.machines.measured_lines import LineBetween, MeasuredLine
+from bireme.machines.orders import SPEED
 from bireme.plan.plan import Plan
 from bireme.profile.control import device_here, torch_device
 from bireme.runtime.copies.keeper import KeeperAddress
@@ -78,6 +79,9 @@ def server_here(device: str, count: int) -> Server:
             kept = tuple(device_here(torch.device(device, place)) for place in range(count))
         cards = tuple(replace(card, devices=tuple(range(count))) for card in server.cards[:1])
         server = replace(server, devices=kept, bridges=(), meshes=(), cards=cards)
+    if device == "cpu":
+        speed = float(os.environ.get(SPEED, "1"))
+        server = replace(server, devices=tuple(replace(one, speed=speed) for one in server.devices))
     rate = os.environ.get(RATE_VARIABLE, "")
     return _slowed(server, float(rate)) if rate.isdecimal() else server
 
