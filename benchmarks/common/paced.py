@@ -97,7 +97,7 @@ class _Half(threading.local):
             end_s = self.began_s + self.due_s
             if (left_s := end_s - time.monotonic()) > 0:
                 time.sleep(left_s)
-                self.late_s = time.monotonic() - end_s
+                self.late_s = max(time.monotonic() - end_s, 0.0)
         if is_last:
             self.number = None
 

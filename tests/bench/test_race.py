@@ -186,6 +186,7 @@ def test_a_half_sleeps_for_what_its_arithmetic_leaves_and_for_its_weights_apart(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(paced, "time", clock)
+    monkeypatch.setattr(paced, "_half", paced._Half())
     monkeypatch.delenv("BIREME_BENCHMARK_SPEED", raising=False)
     norm, out = paced.PacedNorm(nn.LayerNorm(2), 3, 0.5), paced.PacedDropout(nn.Dropout(0.0), 3, 0.5)
     model, x = nn.Sequential(norm, Work(clock), out), torch.ones(3, 2, requires_grad=True)
