@@ -126,7 +126,7 @@ def test_a_machine_that_is_killed_and_joins_again_comes_back(tmp_path: Path) -> 
         red.wait_for_words("blue (127.0.0.1) is back.")
         wait_for_returns(red, 1)
         number = 1 + (red.said.index("green (127") > red.said.index("blue (127"))
-        os.kill(_process_beside(green, f"phase 1 rank {number}"), signal.SIGKILL)
+        os.kill(_process_of(green, f"phase 1 rank {number}"), signal.SIGKILL)
         green.wait_for_words("The launcher was killed by signal 9. It is started again.")
         wait_for_returns(red, 2)
         red.process.send_signal(signal.SIGINT)
@@ -166,11 +166,14 @@ def test_a_coordinator_that_is_killed_and_started_again_takes_up_its_run(tmp_pat
     assert not [*(tmp_path / "red" / "runs").iterdir()]
 
 
-def _process_beside(join: Running, name: str) -> int:
-    """The process of that name that a `bireme join` has started: both are copies of one server."""
-    server = Path(f"/proc/{join.process.pid}/stat").read_text().rpartition(") ")[2].split()[1]
-    copies = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return next(int(pid) for pid in copies if name_of(int(pid)).strip() == name)
+def _process_of(join: Running, name: str) -> int:
+    """The process of that name that a `bireme join` has started: a copy of its server."""
+    copies = [copy for server in _children(join.process.pid) for copy in _children(server)]
+    return next(pid for pid in copies if name_of(pid).strip() == name)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for_returns(coordinator: Running, count: int, beginning: str = "bireme: Replica") -> None:
