@@ -6,7 +6,7 @@ Every answer is the state of things, so a request that is lost is of no matter: 
 
     admit secret, name ──▶ error     beat port, phases, lines, leaves, handover, model, measured, control_s
     offer ──▶ error                      ──▶ error, phases, newest, is_over, status, addresses, handover,
-    leave ──▶ error                          stays, lines
+    leave ──▶ error                          stays, lines, times_control
 
 Once enough machines are there, the first phase of the run begins. Each machine gets its orders: its number,
 the address and the key of the store of the phase, and the run file. With them it starts `bireme train` as
@@ -323,6 +323,7 @@ class Gathering:
                 "addresses": [*addresses],
                 "handover": self._handover_to(public, told.handover),
                 "stays": stays,
+                "times_control": self._run.by_speed and one.offer.control_s is None,
                 "lines": {
                     "key": self._line_key,
                     "call": to and [to.name, to.address, to.offer.line_port, to.public],

@@ -125,6 +125,7 @@ class Attendance(Interruptible):
         self._measured = list[tuple[str, MeasuredLine | None]]()
         """Lines to other machines that the coordinator has not got yet, by their keys."""
         self._control_s: float | None = None
+        self._timing: threading.Thread | None = None
         self.orders: MachineOrders | None = None
         """Those of the newest phase here."""
         self.answer: Callable[..., object] | None = None
@@ -208,7 +209,6 @@ class Attendance(Interruptible):
                 (self.listens_at, 0), self._key_of_lines, self._facts, lambda _: None
             )
             self.offer = replace(self.offer, line_port=self._answering.port)
-        threading.Thread(target=self._time_control, name="bireme control", daemon=True).start()
         try:
             if self._line is not None:
                 try:
@@ -484,6 +484,9 @@ class Attendance(Interruptible):
         del self._lines[: len(lines)], self._measured[: len(measured)]
         self._trained |= {one["number"] for one in reports if one["progress"]}
         self._line_key, self._there = str(answer["lines"]["key"]), frozenset(answer["lines"]["there"])
+        if answer["times_control"] and self._timing is None:
+            self._timing = threading.Thread(target=self._time_control, name="bireme control", daemon=True)
+            self._timing.start()
         if answer["lines"]["call"] is not None:
             self._begin_measuring(*answer["lines"]["call"])
         self._keep_handover(str(answer["handover"]))
@@ -535,7 +538,7 @@ class Attendance(Interruptible):
                 )
 
     def _time_control(self) -> None:
-        """Time the control, as soon as torch is imported."""
+        """Time the control, as soon as torch is imported: for a run whose plans use it, as it takes cores."""
         self._control_s = timed_control()
         self._wake.set()
 
