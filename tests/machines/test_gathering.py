@@ -519,8 +519,10 @@ def test_the_first_figure_of_a_host_gives_its_speed_for_the_whole_run(meeting: M
         gathering._lines.note(one, two, None)
     gathering.turn()
     assert gathering.phases.is_timing
+    assert [beat(key, None)["times_control"] for key in keys] == [True] * 3
     for key, control_s in zip([*keys, keys[1]], (0.001, 0.003, 0.009, 0.001), strict=True):
-        assert not beat(key, control_s)["phases"]
+        answer = beat(key, control_s)
+        assert (answer["phases"], answer["times_control"]) == ([], False)
     gathering.turn()
     gathering.phases.note_ready(1, PhaseForecast(survives=True))
     gathering.leave(keys[1], "once", for_good=False)

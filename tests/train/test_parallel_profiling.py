@@ -1,6 +1,7 @@
 """What the engine takes is measured once on a machine, and a short run is measured briefly."""
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,13 +17,36 @@ from bireme.runtime.measuring.batch_end import wake_costs
 from bireme.runtime.world import World
 from bireme.train import captured_run
 from bireme.train.captured_run import ParallelMeasurer
+from bireme.train.data.loader import RankBatches
 from bireme.train.model import RunModel
 from bireme.train.plan_search import is_short
+from bireme.train.run_data import data_of
 from bireme.train.run_file import load_run_file
 
 pytestmark = pytest.mark.slow
 
 MODEL = "gpt:layers=1,width=8,heads=2,vocab=257,context=8"
+
+
+def test_what_is_read_beside_the_probe_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches read far ahead of the probe would count for those that it takes."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 50)
+    sets = [f"data.source={text}", "data.length=8", "data.prefetch=1024", "training.batch_size=4"]
+    run = load_run_file(None, [f"model.source={MODEL}", *sets])
+    data = data_of(run, RunModel.of(run, 1))
+    given: dict[str, Any] = {}
+
+    def batches(*words: Any, **more: Any) -> RankBatches:
+        given.update(more, size=words[2])
+        return RankBatches(*words, **more)
+
+    monkeypatch.setattr(captured_run, "RankBatches", batches)
+    with captured_run._reading(run, data) as reads:
+        assert len([*islice(reads, 3)]) == 3
+    assert given == {"size": 4, "prefetch": 2}
+    with captured_run._reading(run, None) as reads:
+        assert [*islice(reads, 2)] == [None, None]
 
 
 def test_what_the_engine_takes_is_measured_once_unless_others_had_the_cores(

@@ -201,8 +201,8 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to measure: rounds that do not count, then at least and at most so many, and a limit. Rounds
-    that take much longer than the limit are fewer.
+    """How long to measure: `num_warmup` rounds that do not count, then between `num_least` and `num_most`
+    rounds, which end after `seconds_per_unit` for each unit. If rounds take much longer, fewer are enough.
     """
 
     num_warmup: int = 2
@@ -218,7 +218,7 @@ class Effort:
 
 
 _FEWEST, _LONG = 3, 2.0
-"""Rounds that are enough once they have taken so many times as long as the limit: they vary little."""
+"""If rounds have taken twice the limit, three are enough: long ones vary little."""
 
 BRIEF = Effort(num_warmup=1, num_least=3, num_most=9, seconds_per_unit=0.05)
 """For what is over soon: medians of a few rounds, which may be several per cent off."""

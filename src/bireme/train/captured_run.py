@@ -92,7 +92,7 @@ def micro_batches(run: RunFile) -> list[int]:
 
 
 def is_divided(run: RunFile, width: int, sizes: Collection[int]) -> bool:
-    """Whether so many replicas can divide a batch into micro-batches of one or two of these sizes."""
+    """Whether `width` replicas can divide a batch into micro-batches of one or two of these sizes."""
     batch, asked = run.training.batch_size, run.plan.microbatches
     own = {size * width for size in sizes}
     own |= {
@@ -437,7 +437,7 @@ def _reading(run: RunFile, data: RunData | None) -> Iterator[Iterator[object]]:
         yield repeat(None)
         return
     # No more ahead than settling batches take: what is read beside others counts for them.
-    size, ahead = run.training.batch_size // (run.plan.width or 1), min(run.data.prefetch, 2)
+    size, ahead = max(run.training.batch_size // (run.plan.width or 1), 1), min(run.data.prefetch, 2)
     with RankBatches(known, data.order(run.data.seed), size, prefetch=ahead) as batches:
         yield iter(batches)
 

@@ -228,8 +228,8 @@ def prepare(
 
     With `is_alone` all servers are this machine, which reads their private samples too. A run that `begins`
     has no checkpoint, and needs the weights that a function of the user makes. `before` is the folder of a
-    phase before this one, whose model is not captured again, and which may have the plan. If nobody asked for
-    the depth, it is no more than the units.
+    phase before this one, whose model is not captured again, and which may have the plan. If the user
+    gave no depth (`is_depth_free`), it is at most the number of units.
     """
     check_trackers(run.log.trackers)
     run = with_model_defaults(run)  # a run file made in Python has not got them yet

@@ -2,7 +2,7 @@
 
 The parameters of a unit are put into a model that does nothing with them but give each a gradient, and the
 engine trains that on this process alone under the rule that has all three instructions. Between batches,
-and before TRIAL and UPDATE, other memory is gone through: in training a step finds the caches full of it.
+and before TRIAL and UPDATE, other memory is gone through: in training other work fills the caches.
 """
 
 import subprocess
@@ -69,7 +69,7 @@ class _Lopsided(nn.Module):
     def forward(self, given: Tensor, wanted: Tensor) -> dict[str, Tensor]:
         """How far the result is from what is wanted; the heavy part counts as well."""
         bias = self.layers[0].bias if self.is_tied else 0.0
-        given = self.layers(given) + bias  # first, so that the heavy part is behind all cuts
+        given = self.layers(given) + bias  # ahead of the heavy part, which thus belongs to the last stage
         heavy = (self.heavy @ self.heavy @ self.heavy).mean()
         return {"loss": nn.functional.mse_loss(given, wanted) + heavy}
 
